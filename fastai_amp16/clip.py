@@ -48,7 +48,10 @@ class GradientNormClip(Callback):
         self._norms.append(norm if known is None else known)
 
     def after_train(self): self._fetch()
-    def _fetch(self): self._norms[:] = [float(o) for o in self._norms]
+    def _fetch(self):
+        there = [o for o in self._norms if isinstance(o, Tensor)] # on the device: all are read at once
+        read = iter(torch.stack(there).tolist() if there else [])
+        self._norms[:] = [next(read) if isinstance(o, Tensor) else o for o in self._norms]
 
     @property
     def norms(self) -> list:

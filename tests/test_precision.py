@@ -1,0 +1,427 @@
+"`half_forward` beside plain autocast, norms beside float64, and what is left behind (nothing)"
+import copy,gc,math,pickle
+from collections import OrderedDict,namedtuple
+import pytest,torch
+import torch.nn.functional as F
+from fastai.layers import BatchNorm1dFlat,LinBnDrop
+from fastai.torch_core import TensorImage
+from fastcore.foundation import L
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+from fastai_amp16.precision import PrecisionPlan,cast_floats,find_modules,half_forward,is_norm,norm_types,register_norm
+
+dtypes = pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=['fp16','bf16'])
+
+class Net(nn.Module):
+    "Modules by name, and a function of them that is the forward pass"
+    def __init__(self, f, **mods):
+        super().__init__()
+        for k,v in mods.items(): setattr(self, k, v)
+        self.f = f
+    def forward(self, *xs): return self.f(self, *xs)
+
+def tied():
+    net = Net(lambda s,x: s.b(F.gelu(s.a(x)))+s.c(x.softmax(-1)), a=nn.Linear(8,8), b=nn.Linear(8,8), c=nn.Linear(8,8))
+    net.b.weight = net.a.weight
+    return net
+
+def tied_embedding():
+    net = Net(lambda s,i: s.out(torch.tanh(s.lin(s.emb(i)))), emb=nn.Embedding(11,8), lin=nn.Linear(8,8), out=nn.Linear(8,11, bias=False))
+    net.out.weight = net.emb.weight
+    return net
+
+def frozen():
+    net = nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,8), nn.ReLU(), nn.Linear(8,4))
+    net[2].requires_grad_(False)
+    return net
+
+class CustomWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w,self.scale = nn.Parameter(torch.randn(8,4)),nn.Parameter(torch.ones(4))
+    def forward(self, x): return x@self.w*self.scale
+
+class WSConv(nn.Conv2d):
+    def forward(self, x):
+        w = self.weight
+        return F.conv2d(x, (w-w.mean((1,2,3), keepdim=True))/(w.std((1,2,3), keepdim=True)+1e-5), self.bias, self.stride, self.padding)
+
+class CosineLinear(nn.Linear):
+    def forward(self, x): return F.linear(F.normalize(x), F.normalize(self.weight))
+
+def img(): return torch.randn(2,4,6,6)
+def vec(): return torch.randn(5,8)
+def seq(): return torch.randn(3,5,8)
+def vols(): return torch.randn(2,2,4,4,4)
+def sep_attention(s, x): return s.a(x, x[:,:3].flip(2), x[:,:3], need_weights=False)[0]
+nets = {
+    'linear':             (lambda: nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,4)), vec),
+    'conv':               (lambda: nn.Sequential(nn.Conv2d(4,8,3), nn.ReLU(), nn.Conv2d(8,4,1, bias=False)), img),
+    'conv1d':             (lambda: nn.Sequential(nn.Conv1d(5,6,3), nn.ConvTranspose1d(6,2,3)), seq),
+    'conv3d':             (lambda: nn.Sequential(nn.Conv3d(2,3,3), nn.ConvTranspose3d(3,2,2)), vols),
+    'grouped conv':       (lambda: nn.Sequential(nn.Conv2d(4,8,3, groups=2), nn.Conv2d(8,8,3, groups=8)), img),
+    'transposed conv':    (lambda: nn.Sequential(nn.ConvTranspose2d(4,6,3, stride=2), nn.ReLU(), nn.ConvTranspose2d(6,4,3, groups=2)), img),
+    'channels last':      (lambda: nn.Sequential(nn.Conv2d(4,8,3), nn.ReLU(), nn.Conv2d(8,4,3)).to(memory_format=torch.channels_last), img),
+    'attention':          (lambda: Net(lambda s,x: s.a(x,x,x)[0], a=nn.MultiheadAttention(8,2, batch_first=True)), seq),
+    'cross attention':    (lambda: Net(sep_attention, a=nn.MultiheadAttention(8,2, batch_first=True)), seq),
+    'attention, kdim':    (lambda: Net(lambda s,x: s.a(x, x[...,:6], x[...,:4])[0], a=nn.MultiheadAttention(8,2, kdim=6, vdim=4, batch_first=True)), seq),
+    'attention, bias_kv': (lambda: Net(lambda s,x: s.a(x,x,x)[0], a=nn.MultiheadAttention(8,2, add_bias_kv=True, batch_first=True)), seq),
+    'tied':               (tied, vec),
+    'tied embedding':     (tied_embedding, lambda: torch.randint(0,11,(6,))),
+    'weight_norm':        (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8,8)), nn.ReLU(), nn.Linear(8,4)), vec),
+    'weight_norm conv':   (lambda: nn.Sequential(parametrizations.weight_norm(nn.Conv2d(4,4,3)), nn.ReLU()), img),
+    'old weight_norm':    (lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(8,8)), nn.Linear(8,4)), vec),
+    'spectral_norm':      (lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(8,8)), nn.ReLU(), nn.Linear(8,4)), vec),
+    'old spectral_norm':  (lambda: nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(4,4,3)), nn.ReLU()), img),
+    'frozen':             (frozen, vec),
+    'custom weight':      (lambda: nn.Sequential(CustomWeight(), nn.Linear(4,4)), vec),
+    'weight standardised':(lambda: nn.Sequential(WSConv(4,4,3), nn.Conv2d(4,4,3)), img),
+    'cosine':             (lambda: nn.Sequential(nn.Linear(8,8), CosineLinear(8,4)), vec),
+    'bilinear':           (lambda: Net(lambda s,x: s.o(s.b(x,x)), b=nn.Bilinear(8,8,4), o=nn.Linear(4,4)), vec),
+    'unused':             (lambda: Net(lambda s,x: s.a(x), a=nn.Linear(8,8), b=nn.Linear(8,8)), vec),
+    'checkpoint':         (lambda: Net(lambda s,x: s.o(checkpoint(s.a, x, use_reentrant=False)), a=nn.Sequential(nn.Linear(8,8), nn.GELU(), nn.Linear(8,8)), o=nn.Linear(8,2)), vec),
+    'reentrant checkpoint': (lambda: Net(lambda s,x: s.o(checkpoint(s.a, s.i(x), use_reentrant=True)), i=nn.Linear(8,8), a=nn.Sequential(nn.GELU(), nn.Linear(8,8)), o=nn.Linear(8,2)), vec),
+}
+lstm = lambda: Net(lambda s,x: s.o(s.r(x)[0]), r=nn.LSTM(8,6, batch_first=True), o=nn.Linear(6,4))
+
+def autocast(net, dtype): return torch.autocast('cpu', dtype)
+
+def run(make, data, context, dtype, times=1):
+    "Output and gradients of a new net, its forward pass (or several before one backward) in `context`"
+    torch.manual_seed(0)
+    net,loss = make(),0
+    for _ in range(times):
+        x = data()
+        with context(net, dtype): out = net(x)
+        loss = loss+out.float().pow(2).mean()*64
+    loss.backward()
+    return [out.detach(), *(p.grad for p in net.parameters())]
+
+def same(xs, ys):
+    assert len(xs)==len(ys)
+    for x,y in zip(xs, ys):
+        assert (x is None)==(y is None)
+        if x is not None: assert x.dtype==y.dtype and x.stride()==y.stride() and torch.equal(x, y)
+
+@dtypes
+@pytest.mark.parametrize('name', nets)
+def test_gradients_are_autocasts(name, dtype):
+    make,data = nets[name]
+    ref,ours = run(make, data, autocast, dtype),run(make, data, half_forward, dtype)
+    same(ref, ours)
+    assert all(g is None or g.dtype==torch.float32 for g in ours[1:])
+    assert any(g is not None and g.any() for g in ours[1:])
+
+@pytest.mark.parametrize('name', ['linear','conv','attention','tied'])
+def test_two_forwards_before_one_backward(name):
+    same(*[run(*nets[name], context, torch.float16, times=2) for context in (autocast,half_forward)])
+
+def test_lstm_in_bf16_is_autocasts():
+    same(*[run(lstm, seq, context, torch.bfloat16) for context in (autocast,half_forward)])
+
+def test_lstm_in_fp16_on_a_cpu_is_kept_in_fp32():
+    "oneDNN has no fp16 kernel for it: autocast raises"
+    ref = run(lambda: Net(lambda s,x: s.o(s.r(x)[0]), r=nn.LSTM(8,6, batch_first=True), o=nn.Linear(6,4)), seq,
+              lambda net,dtype: half_forward(net, dtype, keep_fp32='r'), torch.float16)
+    same(ref, run(lstm, seq, half_forward, torch.float16))
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2,3,8), [3,2], batch_first=True)
+    net = nn.LSTM(8,6, batch_first=True)
+    with half_forward(net): out,_ = net(packed.to(torch.float16))
+    assert type(out) is type(packed) and out.data.dtype==torch.float32
+
+def test_second_order_gradients():
+    def penalty(context):
+        torch.manual_seed(0)
+        net,x = nn.Sequential(nn.Linear(8,8), nn.Tanh(), nn.Linear(8,1)),torch.randn(5,8, requires_grad=True)
+        with context(net, torch.float16): out = net(x)
+        g, = torch.autograd.grad(out.float().sum(), [net[0].weight], create_graph=True)
+        g.pow(2).sum().backward()
+        return [p.grad for p in net.parameters()]
+    same(penalty(autocast), penalty(half_forward))
+
+# --- norms
+
+class LayerNorm2d(nn.LayerNorm):
+    "As in timm"
+    def forward(self, x): return F.layer_norm(x.permute(0,2,3,1), self.normalized_shape, self.weight, self.bias, self.eps).permute(0,3,1,2)
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    "As in timm"
+    def forward(self, x): return F.relu(super().forward(x))
+
+class MyRMSNorm(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n))
+    def forward(self, x): return x*torch.rsqrt(x.pow(2).mean(-1, keepdim=True)+1e-6)*self.weight
+
+@register_norm
+class Whiten(nn.Module):
+    "Has a matmul inside, which autocast would do in half precision"
+    def __init__(self, n):
+        super().__init__()
+        self.proj = nn.Linear(n, n, bias=False)
+    def forward(self, x):
+        x = x-x.mean(0)
+        return self.proj(x)/(x.pow(2).mean().sqrt()+1e-6)
+
+d1,d2,d3,line = (8,16),(8,16,5,5),(4,16,3,4,4),(8,16,12)
+norms = {'BatchNorm1d': (lambda **k: nn.BatchNorm1d(16, **k), d1), 'BatchNorm2d': (lambda **k: nn.BatchNorm2d(16, **k), d2),
+    'BatchNorm3d': (lambda **k: nn.BatchNorm3d(16, **k), d3), 'BatchNorm1d, plain': (lambda: nn.BatchNorm1d(16, affine=False), d1),
+    'BatchNorm2d, plain': (lambda: nn.BatchNorm2d(16, affine=False), d2), 'BatchNorm2d, no stats': (lambda: nn.BatchNorm2d(16, track_running_stats=False), d2),
+    'SyncBatchNorm': (lambda: nn.SyncBatchNorm(16).eval(), d2), # trains on GPUs only
+    'LayerNorm': (lambda: nn.LayerNorm(16), d1), 'LayerNorm, plain': (lambda: nn.LayerNorm(16, elementwise_affine=False), d1),
+    'GroupNorm': (lambda: nn.GroupNorm(4,16), d2), 'GroupNorm, plain': (lambda: nn.GroupNorm(4,16, affine=False), d2),
+    'InstanceNorm1d': (lambda: nn.InstanceNorm1d(16, affine=True), line), 'InstanceNorm2d': (lambda: nn.InstanceNorm2d(16), d2),
+    'InstanceNorm2d, stats': (lambda: nn.InstanceNorm2d(16, affine=True, track_running_stats=True), d2),
+    'InstanceNorm3d': (lambda: nn.InstanceNorm3d(16, affine=True), d3), 'RMSNorm': (lambda: nn.RMSNorm(16), d1),
+    'RMSNorm, plain': (lambda: nn.RMSNorm(16, elementwise_affine=False), d1), 'LocalResponseNorm': (lambda: nn.LocalResponseNorm(3, alpha=1.), d2),
+    'CrossMapLRN2d': (lambda: nn.CrossMapLRN2d(3, alpha=1.), d2), 'BatchNorm1dFlat': (lambda: BatchNorm1dFlat(16), (4,3,16)),
+    'LayerNorm2d': (lambda: LayerNorm2d(16), d2), 'BatchNormAct2d': (lambda: BatchNormAct2d(16), d2), 'MyRMSNorm': (lambda: MyRMSNorm(16), d1),
+    'Whiten': (lambda: Whiten(16), d1)}
+
+@pytest.mark.parametrize('name', norms)
+def test_norms_compute_in_fp32(name):
+    make,shape = norms[name]
+    torch.manual_seed(1)
+    norm,x = make(),(torch.randn(shape)*3000).half()
+    exact_norm,exact_x = copy.deepcopy(norm).double(),x.double().requires_grad_()
+    exact = exact_norm(exact_x)
+    net,inp = nn.Sequential(norm, nn.Identity()),x.clone().requires_grad_()
+    p = nn.Parameter(torch.zeros(()))
+    net.register_parameter('p', p) # some norms have no parameters
+    with half_forward(net): out = net(inp)
+    assert out.dtype==torch.float16 and out.isfinite().all()
+    grad = torch.randn_like(exact)
+    (exact*grad).sum().backward()
+    (out.float()*grad.float()).sum().backward()
+    close = dict(rtol=2e-3, atol=2e-3) # of fp16's rounding of output and gradient, 2^-11 each
+    torch.testing.assert_close(out.double(), exact, **close)
+    torch.testing.assert_close(inp.grad.double(), exact_x.grad, rtol=2e-3, atol=2e-3*exact_x.grad.abs().max().item()+6e-8)
+    for a,b in zip(norm.parameters(), exact_norm.parameters()):
+        assert a.grad.dtype==torch.float32
+        torch.testing.assert_close(a.grad.double(), b.grad, rtol=2e-3, atol=2e-3*b.grad.abs().max().item())
+    for a,b in zip(norm.buffers(), exact_norm.buffers()): torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-2)
+
+def test_what_a_norm_is():
+    for make,_ in norms.values(): assert is_norm(make())
+    assert is_norm(nn.LazyBatchNorm2d())
+    assert all(issubclass(t, norm_types) for t in (nn.SyncBatchNorm, nn.RMSNorm, BatchNorm1dFlat, Whiten))
+    assert not any(is_norm(m) for m in (nn.Linear(2,2), nn.LazyLinear(2), LinBnDrop(2,2), nn.Sequential(nn.LayerNorm(2)), nn.Dropout()))
+    for bad in (nn.Linear(2,2), 'Norm', int):
+        with pytest.raises(TypeError, match='register_norm'): register_norm(bad)
+
+def test_norm_keeps_the_dtype_of_its_input():
+    net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4,4))
+    seen = []
+    net[0].register_forward_hook(lambda m,i,k,o: seen.append(((*i,*k.values())[0].dtype, o.dtype)), with_kwargs=True)
+    x = torch.randn(3,4)
+    with half_forward(net):
+        net(x)
+        net(x.half())
+        net(x.double().float().bfloat16().half())
+        net[0](input=x.half())
+    assert seen==[(torch.float32,)*2, (torch.float16,)*2, (torch.float16,)*2, (torch.float16,)*2]
+
+def test_norm_called_by_its_forward():
+    net = Net(lambda s,x: s.norm.forward(x), norm=MyRMSNorm(16))
+    x = (torch.randn(4,16)*3000).half()
+    with half_forward(net): out = net(x)
+    assert out.float().abs().max()>0.5
+
+def test_checkpointed_norms_recompute_what_ran():
+    def net(f): return Net(f, stem=nn.Linear(8,8), block=nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8), MyRMSNorm(8), nn.BatchNorm1d(8), nn.Linear(8,8)))
+    ref = run(lambda: net(lambda s,x: s.block(s.stem(x))), vec, half_forward, torch.float16)
+    for reentrant in (True,False):
+        same(ref, run(lambda: net(lambda s,x: checkpoint(s.block, s.stem(x), use_reentrant=reentrant)), vec, half_forward, torch.float16))
+
+# --- keep_fp32
+
+class SE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc,self.gate = nn.Linear(8,8),nn.Sigmoid()
+    def forward(self, x): return x*self.gate(self.fc(x))
+
+def deep(): return nn.Sequential(nn.Linear(8,8), nn.Sequential(SE(), nn.Linear(8,8)), SE())
+
+@pytest.mark.parametrize('keep,names', [(SE, ['1.0','2']), ('*.0', ['1.0']), ('1', ['1']), (['2','0'], ['0','2']), (nn.Sigmoid, ['1.0.gate','2.gate']),
+    (lambda n,m: n.endswith('fc'), ['1.0.fc','2.fc']), ((SE,'0'), ['0','1.0','2']), (L('0'), ['0'])])
+def test_keep_fp32(keep, names):
+    net = deep()
+    assert sorted(find_modules(net, keep))==names
+    def out_dtypes(m, args, out): res[mod_name[m]] = args[0].dtype,out.dtype,{p.dtype for p in m.parameters()}
+    mod_name,res = {m:n for n,m in net.named_modules()},{}
+    for m in net.modules(): m.register_forward_hook(out_dtypes)
+    with half_forward(net, keep_fp32=keep): net(torch.randn(3,8))
+    for n in names: assert res[n][1]==torch.float32 and res[n][2]<={torch.float32}
+    inside = lambda n: any(n==o or n.startswith(o+'.') for o in names)
+    for n,m in net.named_modules():
+        if isinstance(m, nn.Linear): assert res[n][1:]==((torch.float32,{torch.float32}) if inside(n) else (torch.float16,{torch.float16}))
+
+def test_keep_fp32_module_itself():
+    net = deep()
+    assert list(find_modules(net, net[1][0]))==['1.0']
+    assert list(find_modules(net, [net[2], net[0]]))==['2','0']
+
+def test_keep_fp32_is_fp32():
+    "A kept module gives fp32's result, to the bit"
+    net,x = deep(),torch.randn(3,8)
+    with half_forward(net, keep_fp32=net): out = net(x)
+    assert torch.equal(out, net(x))
+
+@pytest.mark.parametrize('keep,near', [('1.0.fx', '1.0.fc'), (nn.SiLU, 'Sigmoid'), (nn.Linear(1,1), 'Linear'), (lambda n,m: False, 'SE'), (['0','sigmoid'], 'Sigmoid')])
+def test_keep_fp32_without_match(keep, near):
+    with pytest.raises(ValueError) as e: half_forward(deep(), keep_fp32=keep)
+    assert 'matches no module' in str(e.value) and near in str(e.value)
+
+def test_keep_fp32_of_something_else():
+    with pytest.raises(TypeError, match='keep_fp32 takes modules'): half_forward(deep(), keep_fp32=3)
+
+# --- what is left behind
+
+class Raises(nn.Module):
+    def __init__(self, e):
+        super().__init__()
+        self.e = e
+    def forward(self, x): raise self.e
+
+def untouched(net, params):
+    assert [*map(id, net.parameters())]==[*map(id, params)] and all(p.dtype==torch.float32 and isinstance(p, nn.Parameter) for p in params)
+    assert not torch.is_autocast_enabled('cpu') and torch.backends.mha.get_fastpath_enabled()
+
+@pytest.mark.parametrize('e', [KeyboardInterrupt, RuntimeError('CUDA out of memory'), ValueError('any')])
+@pytest.mark.parametrize('kept', [False, True])
+def test_exceptions_leave_nothing_behind(e, kept):
+    net = nn.Sequential(nn.Linear(4,4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4,4), nn.LayerNorm(4), Raises(e)))
+    params,names = list(net.parameters()),list(net.state_dict())
+    with pytest.raises(e if isinstance(e, type) else type(e)):
+        with half_forward(net, keep_fp32='2' if kept else None): net(torch.randn(3,4))
+    untouched(net, params)
+    gc.collect() # the traceback held the graph
+    assert list(net.state_dict())==names and not any('forward' in m.__dict__ for m in net.modules())
+    net[2][2] = nn.Identity()
+    x = torch.randn(3,4)
+    ref = copy.deepcopy(net)
+    assert torch.equal(net(x), ref(x))
+    pickle.loads(pickle.dumps(net))
+
+def test_exception_caught_inside_the_model():
+    "What goes on after it is still in half precision, with norms in fp32"
+    def f(s, x):
+        try: s.bad(x)
+        except ValueError: pass
+        return s.norm(s.lin(x))
+    net = Net(f, bad=nn.Sequential(nn.LayerNorm(4), Raises(ValueError())), norm=MyRMSNorm(4), lin=nn.Linear(4,4))
+    seen = []
+    net.lin.register_forward_hook(lambda m,i,o: seen.append(o.dtype))
+    with half_forward(net, keep_fp32='bad'): net(torch.randn(3,4))
+    assert seen==[torch.float16]
+
+def test_stand_ins_live_as_long_as_the_graph():
+    net,x = nn.Sequential(nn.Linear(4,4), nn.LayerNorm(4)),torch.randn(3,4)
+    with half_forward(net): a = net(x)
+    with half_forward(net): b = net(x)
+    a.float().sum().backward()
+    del a
+    assert 'forward' in net[1].__dict__
+    del b
+    assert 'forward' not in net[1].__dict__
+    with torch.no_grad(), half_forward(net): a = net(x)
+    assert 'forward' not in net[1].__dict__ and a.grad_fn is None
+
+def test_own_forward_of_an_instance_is_kept():
+    net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4,4))
+    mine = lambda x: x*2
+    net[0].forward = net[1].forward = mine
+    with half_forward(net): assert torch.equal(net(torch.ones(2,4)), torch.full((2,4),4.))
+    gc.collect()
+    assert net[0].forward is mine and net[1].forward is mine
+
+def test_masters_edited_between_forwards():
+    "The copies are those of this moment"
+    net = nn.Linear(4,4)
+    plan = PrecisionPlan(net)
+    for v in (1.,2.,1/3):
+        net.weight.data.fill_(v)
+        with plan.half_forward():
+            assert torch.equal(net.weight, torch.full((4,4), v).half()) and net.weight.requires_grad
+            assert net.bias.dtype==torch.float16
+
+def test_one_copy_of_all_weights_in_one_operation():
+    from torch.utils._python_dispatch import TorchDispatchMode
+    class Count(TorchDispatchMode):
+        ops = []
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.ops.append(func._opname if hasattr(func, '_opname') else func.__name__.split('.')[0])
+            return func(*args, **(kwargs or {}))
+    net,x = nn.Sequential(*[nn.Linear(4,4) for _ in range(10)]),torch.randn(2,4)
+    with Count() as c:
+        with half_forward(net): out = net(x)
+        out.float().sum().backward()
+    assert c.ops.count('_foreach_copy_')==2 and c.ops.count('_to_copy')<=3 # of input and output
+
+def test_evaluation_of_a_transformer_with_padding():
+    "torch's fast path for transformers raises under CPU autocast"
+    torch.manual_seed(0)
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    x,pad = torch.randn(2,5,16),torch.tensor([[0,0,0,0,1],[0,0,0,1,1]]).bool()
+    with torch.no_grad():
+        ref = net(x, src_key_padding_mask=pad)
+        with half_forward(net): out = net(x, src_key_padding_mask=pad)
+    torch.testing.assert_close(out.float()[~pad], ref[~pad], rtol=0.02, atol=0.02)
+
+def test_other_dtypes_pass_through():
+    net = Net(lambda s,x: s.lin(x)*s.d.to(x.dtype)+s.c.real, lin=nn.Linear(4,4), dbl=nn.Linear(4,4).double())
+    net.d = nn.Parameter(torch.tensor(2., dtype=torch.float64))
+    net.register_buffer('c', torch.ones(4, dtype=torch.complex64))
+    with half_forward(net): 
+        assert net.dbl.weight.dtype==torch.float64
+        out = net(torch.randn(2,4))
+    out.float().sum().backward()
+    assert net.d.dtype==net.d.grad.dtype==torch.float64 and net.c.dtype==torch.complex64
+
+def test_lazy_modules():
+    net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4,2))
+    for _ in range(2):
+        with half_forward(net): out = net(torch.randn(3,5))
+    assert out.dtype==torch.float16
+
+@pytest.mark.parametrize('backend', ['eager','aot_eager'])
+def test_compiled(backend):
+    def net(): return nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8,4))
+    ref = run(net, vec, half_forward, torch.float16)
+    same(ref, run(lambda: torch.compile(net(), backend=backend), vec, half_forward, torch.float16))
+
+# --- norm statistics
+
+def test_buffers_are_put_back():
+    net = nn.Sequential(nn.Linear(4,4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False))
+    plan = PrecisionPlan(net)
+    with plan.half_forward(): net(torch.randn(6,4))
+    before,ids = {k:v.clone() for k,v in net.state_dict().items()},[id(b) for b in net.buffers()]
+    noted = plan.note_buffers()
+    with plan.half_forward(): net(torch.full((6,4), math.inf))
+    assert net[1].running_mean.isnan().any()
+    plan.restore_buffers(noted)
+    assert all(torch.equal(v, before[k]) for k,v in net.state_dict().items()) and ids==[id(b) for b in net.buffers()]
+
+# --- bad input
+
+@pytest.mark.parametrize('make,says', [(lambda: PrecisionPlan(nn.ReLU()), 'ReLU has no parameters'), (lambda: PrecisionPlan(nn.Sequential(nn.Linear(2,2).half())), '0.weight is torch.float16'),
+    (lambda: PrecisionPlan(nn.Linear(2,2).bfloat16()), 'weight is torch.bfloat16'), (lambda: PrecisionPlan(nn.Linear(2,2), torch.float32), 'dtype=torch.float32'),
+    (lambda: PrecisionPlan(nn.Linear(2,2, device='meta')), "'meta'")])
+def test_bad_input(make, says):
+    with pytest.raises(ValueError) as e: make()
+    assert says in str(e.value) and '\n' not in str(e.value)
+
+def test_cast_floats_keeps_types():
+    class Out(OrderedDict): pass
+    Pair = namedtuple('Pair', 'a b')
+    h = torch.ones(2).half()
+    o = Out(a=[h,(h,3)], b=Pair(h,None), c=TensorImage(torch.ones(2)).half(), d=torch.arange(2), e=h.double(), f=L(h))
+    r = cast_floats(o)
+    assert type(r) is Out and type(r['b']) is Pair and type(r['c']) is TensorImage and type(r['f']) is L
+    assert r['a'][0].dtype==r['a'][1][0].dtype==r['b'].a.dtype==r['c'].dtype==r['f'][0].dtype==torch.float32
+    assert r['d'].dtype==torch.int64 and r['e'].dtype==torch.float64 and r['a'][1][1]==3 and o['a'][0].dtype==torch.float16
