@@ -94,7 +94,7 @@ class _HalfCall:
         if self.learn.model is self: self.learn.model = self.model
     def __call__(self, *args, **kwargs):
         self.give_back()
-        with self.plan.half_forward(): return self.model(*args, **kwargs)
+        with self.plan.forward_pass(): return self.model(*args, **kwargs)
 
 _do_one_batch_fp32 = Learner._do_one_batch
 

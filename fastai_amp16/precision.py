@@ -21,7 +21,7 @@ from fastcore.foundation import L
 from fastcore.xtras import is_listy
 
 # %% ../nbs/01_precision.ipynb #e27b44a4
-class _RegisteredNorm(ABC):
+class _RegisteredNorm(ABC): # noqa: B024 (nothing to implement: it only answers isinstance)
     "Virtual base class of what `register_norm` was told"
 
 norm_types = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d,
@@ -215,7 +215,7 @@ class PrecisionPlan:
 # %% ../nbs/01_precision.ipynb #af8686fe
 @patch
 @contextmanager
-def half_forward(self:PrecisionPlan):
+def forward_pass(self:PrecisionPlan):
     "A context for one forward pass: autocast is on, half-precision copies of the weights are in place, norms and kept modules are in fp32"
     slots = [(d,n,d[n]) for d,n in self.slots if d[n].dtype==torch.float32]
     masters = dict.fromkeys(p for *_,p in slots) # tied weights have one copy, too
@@ -245,7 +245,7 @@ def half_forward(
     keep_fp32=None # Modules, module types, dotted names with `*`, predicates `(name, module) -> bool`
 ):
     "A context manager: forward passes of `model` inside it compute in `dtype`, with fp32 norms; backward passes belong outside"
-    return PrecisionPlan(model, dtype, keep_fp32).half_forward()
+    return PrecisionPlan(model, dtype, keep_fp32).forward_pass()
 
 # %% ../nbs/01_precision.ipynb #2fad06db
 @patch

@@ -234,7 +234,7 @@ def test_checkpointed_norms_recompute_what_ran():
     def net(f): return Net(f, stem=nn.Linear(8,8), block=nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8), MyRMSNorm(8), nn.BatchNorm1d(8), nn.Linear(8,8)))
     ref = run(lambda: net(lambda s,x: s.block(s.stem(x))), vec, half_forward, torch.float16)
     for reentrant in (True,False):
-        same(ref, run(lambda: net(lambda s,x: checkpoint(s.block, s.stem(x), use_reentrant=reentrant)), vec, half_forward, torch.float16))
+        same(ref, run(lambda r=reentrant: net(lambda s,x: checkpoint(s.block, s.stem(x), use_reentrant=r)), vec, half_forward, torch.float16))
 
 # --- keep_fp32
 
@@ -345,7 +345,7 @@ def test_masters_edited_between_forwards():
     plan = PrecisionPlan(net)
     for v in (1.,2.,1/3):
         net.weight.data.fill_(v)
-        with plan.half_forward():
+        with plan.forward_pass():
             assert torch.equal(net.weight, torch.full((4,4), v).half()) and net.weight.requires_grad
             assert net.bias.dtype==torch.float16
 
@@ -399,10 +399,10 @@ def test_compiled(backend):
 def test_buffers_are_put_back():
     net = nn.Sequential(nn.Linear(4,4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False))
     plan = PrecisionPlan(net)
-    with plan.half_forward(): net(torch.randn(6,4))
+    with plan.forward_pass(): net(torch.randn(6,4))
     before,ids = {k:v.clone() for k,v in net.state_dict().items()},[id(b) for b in net.buffers()]
     noted = plan.note_buffers()
-    with plan.half_forward(): net(torch.full((6,4), math.inf))
+    with plan.forward_pass(): net(torch.full((6,4), math.inf))
     assert net[1].running_mean.isnan().any()
     plan.restore_buffers(noted)
     assert all(torch.equal(v, before[k]) for k,v in net.state_dict().items()) and ids==[id(b) for b in net.buffers()]

@@ -1,0 +1,81 @@
+"`GradientNormClip` in fp32, with fastai's `to_fp16` and with ours"
+import math
+import pytest,torch
+from fastai.basics import Callback,DataLoader,DataLoaders,Learner,SGD,nn,set_seed,store_attr,trainable_params
+from fastai.callback import fp16 as fastai_fp16
+from fastai_amp16.all import GradientNormClip
+
+class Watch(Callback):
+    "The gradients that the optimizer sees"
+    order = 90
+    def before_fit(self): self.seen = []
+    def before_step(self): self.seen.append(torch.cat([p.grad.detach().flatten().clone() for p in self.model.parameters()]))
+
+def learner(cbs, splitter=trainable_params, scale=1.):
+    set_seed(0)
+    x,y = torch.randn(64,8),torch.randn(64,1)*scale
+    dls = DataLoaders(*[DataLoader(list(zip(x, y)), bs=16)]*2)
+    return Learner(dls, nn.Sequential(nn.Linear(8,32), nn.ReLU(), nn.Linear(32,1)), nn.MSELoss(), SGD, lr=1e-3, splitter=splitter, cbs=cbs)
+
+def fit(learn, n=2):
+    with learn.no_bar(), learn.no_logging(): learn.fit(n)
+    return learn
+
+def two_groups(m): return [list(m[0].parameters()),list(m[2].parameters())]
+
+class TorchClip(Callback):
+    "The reference"
+    order = GradientNormClip.order
+    def __init__(self, max_norm, norm_type=2.): store_attr()
+    def before_fit(self): self.norms = []
+    def before_step(self): self.norms.append(nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm, self.norm_type).item())
+
+def fastai_to_fp16(learn, monkeypatch):
+    "fastai's own, with its 'cuda' replaced by 'cpu'"
+    monkeypatch.setattr(fastai_fp16, 'autocast', lambda device, **kw: torch.autocast('cpu', **kw))
+    monkeypatch.setattr(fastai_fp16, 'GradScaler', lambda device, **kw: torch.amp.GradScaler('cpu', **kw))
+    return learn.to_fp16()
+
+@pytest.mark.parametrize('to', ['to_fp32','to_fp16','to_fp16_dynamic','to_bf16_dynamic'])
+@pytest.mark.parametrize('norm_type,max_norm', [(2.,1.2), (1.,11.), (math.inf,0.5)])
+@pytest.mark.parametrize('splitter', [trainable_params, two_groups])
+def test_is_torchs_clipping_of_the_true_gradients(to, norm_type, max_norm, splitter, monkeypatch):
+    def run(cb):
+        learn = learner([cb, Watch()], splitter)
+        return fit(fastai_to_fp16(learn, monkeypatch) if to=='to_fp16' else getattr(learn, to)())
+    ours,ref = run(GradientNormClip(max_norm, norm_type)),run(TorchClip(max_norm, norm_type))
+    norms = ours.gradient_norm_clip.norms
+    assert norms==pytest.approx(ref.torch_clip.norms, rel=1e-5) and len(norms)==8
+    assert min(norms)<max_norm<max(norms) # both sides of the line
+    for a,b in zip(ours.watch.seen, ref.watch.seen): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    for g,n in zip(ours.watch.seen, norms): assert g.norm(p=norm_type).item()==pytest.approx(min(n, max_norm), rel=1e-4)
+
+def test_norms_agree_across_precisions(monkeypatch):
+    "True gradients: whatever the loss scale"
+    norms = [fit(to(learner(GradientNormClip(1.)))).gradient_norm_clip.norms for to in (Learner.to_fp32, Learner.to_fp16_dynamic,
+             lambda l: l.to_fp16_dynamic(init_scale=8.), lambda l: fastai_to_fp16(l, monkeypatch))]
+    for n in norms[1:]: assert n==pytest.approx(norms[0], rel=2e-2)
+
+def test_skipped_steps_have_no_norm():
+    learn = fit(learner(GradientNormClip(1.), scale=30.).to_fp16_dynamic())
+    mp = learn.mixed_precision
+    assert 0<mp.skipped<8 and len(learn.gradient_norm_clip.norms)==8-mp.skipped
+    assert learn.gradient_norm_clip.norms==mp.history.grad_norm[~mp.history.skipped].tolist()
+
+def test_norms_go_on_in_the_next_fit_and_after_a_change_of_precision():
+    learn = fit(learner(GradientNormClip(1.)))
+    fit(learn.to_fp16_dynamic(), 1)
+    fit(learn.to_fp32(), 1)
+    norms = learn.gradient_norm_clip.norms
+    assert len(norms)==16 and all(isinstance(o, float) for o in norms)
+
+def test_plot():
+    import matplotlib.pyplot as plt
+    learn = fit(learner(GradientNormClip(3.)))
+    _,ax = plt.subplots()
+    learn.gradient_norm_clip.plot(ax)
+    assert ax.lines[0].get_ydata().tolist()==learn.gradient_norm_clip.norms and set(ax.lines[1].get_ydata())=={3.}
+
+@pytest.mark.parametrize('max_norm', [0, -1., 'a', None, math.nan])
+def test_bad_input(max_norm):
+    with pytest.raises(ValueError, match='max_norm='): GradientNormClip(max_norm)

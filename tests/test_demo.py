@@ -1,0 +1,33 @@
+"What `fastai_amp16_demo` shows"
+import subprocess,sys
+from pathlib import Path
+import pytest
+from fastai_amp16.demo import main,parse_args,precisions,train
+
+def test_accuracy_is_within_a_point_of_fp32():
+    accs = {p: [train(p, seed=seed)[1]['accuracy'] for seed in range(3)] for p in ('fp32','fp16, dynamic')}
+    assert min(accs['fp32'])>0.97
+    for a,b in zip(*accs.values()): assert abs(a-b)<=0.01
+
+def test_command(tmp_path):
+    "As a user types it"
+    exe = Path(sys.executable).parent/'fastai_amp16_demo'
+    res = subprocess.run([exe, '--epochs', '1', '--out', tmp_path/'x.png'], capture_output=True, text=True)
+    assert res.returncode==0 and 'Warning' not in res.stderr
+    table = res.stdout[res.stdout.index(' precision'):]
+    assert table.splitlines()[0].split()==['precision','accuracy','skipped','steps','loss','scale','seconds']
+    for p in precisions: assert p in table
+    assert 'valid_loss' in res.stdout and '100.00%' in res.stdout # fastai's progress bars
+    assert str(tmp_path/'x.png') in table and (tmp_path/'x.png').read_bytes()[:4]==b'\x89PNG'
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as e: main(['--help'])
+    out = capsys.readouterr().out
+    assert e.value.code==0 and all(o in out for o in ('--epochs','--lr','--bs','--seed','--out','to_fp16_dynamic'))
+
+@pytest.mark.parametrize('args,says', [(['--epochs','0'],"--epochs: '0'"), (['--epochs','2.5'],"'2.5'"), (['--lr','-1'],"'-1'"), (['--lr','nan'],"'nan'"), (['--lr','inf'],"'inf'"),
+    (['--bs','x'],"--bs: 'x'"), (['--out','/nowhere/x.png'],'folder'), (['--out','x.txt'],'.png'), (['--seed','a'],"--seed"), (['--speed'],'--speed'), (['--epochs'],'--epochs')])
+def test_wrong_arguments_get_one_line(args, says, capsys):
+    with pytest.raises(SystemExit) as e: parse_args(args)
+    err = capsys.readouterr().err
+    assert e.value.code==2 and err.count('\n')==1 and says in err

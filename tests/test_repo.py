@@ -1,0 +1,41 @@
+"The repository agrees with itself: modules match notebooks, notebooks are clean and run, the code is checked by ruff"
+import shutil,subprocess,sys
+from pathlib import Path
+import pytest
+from nbdev.clean import nbdev_clean
+from nbdev.config import get_config
+from nbdev.doclinks import nbdev_export
+from nbdev.test import test_nb as run_nb
+
+root = Path(__file__).parent.parent
+cfg = get_config(root)
+lib = cfg.lib_path.name
+nbs = sorted((root/'nbs').glob('*.ipynb'))
+
+@pytest.fixture(scope='module')
+def fresh(tmp_path_factory):
+    "The modules and notebooks that `nbdev-export` and `nbdev-clean` make from the committed notebooks"
+    d = tmp_path_factory.mktemp('repo')
+    shutil.copytree(root/'nbs', d/'nbs')
+    for o in ['pyproject.toml', f'{lib}/__init__.py', f'{lib}/all.py']: # these are written by hand
+        (d/o).parent.mkdir(exist_ok=True)
+        shutil.copy(root/o, d/o)
+    nbdev_export(path=d)
+    nbdev_clean(fname=d/'nbs')
+    return d
+
+@pytest.mark.parametrize('fn', [*sorted((root/lib).rglob('*.py')), *nbs], ids=lambda o: o.name)
+def test_in_step(fresh, fn): assert (fresh/fn.relative_to(root)).read_text() == fn.read_text()
+
+@pytest.mark.parametrize('fn', nbs, ids=lambda o: o.stem)
+def test_notebook(fn): assert run_nb(fn, skip_flags=cfg.tst_flags, basepath=root)[0]
+
+def test_ruff():
+    res = subprocess.run([sys.executable, '-m', 'ruff', 'check', '.'], cwd=root, capture_output=True, text=True)
+    assert res.returncode==0, res.stdout
+
+def test_modules_import_only_modules_before_them():
+    order = [fn.stem.split('_', 1)[1] for fn in nbs]
+    for i,name in enumerate(order):
+        code = (root/lib/f'{name}.py').read_text()
+        assert not [o for o in order[i:] if f'from .{o} import' in code or f'{lib}.{o} import' in code]
