@@ -70,7 +70,7 @@ def picture(
     fig = Figure(figsize=(8,9), layout='constrained')
     axs = fig.subplots(3, 1, sharex=True)
     for name,learn in learners.items():
-        axs[0].plot(learn.recorder.losses, label=name, lw=1)
+        axs[0].plot([o.item() for o in learn.recorder.losses], label=name, lw=1)
         axs[2].plot(learn.gradient_norm_clip.norms, lw=1)
         if not hasattr(learn, 'mixed_precision'): continue
         df,color = learn.mixed_precision.history,axs[0].lines[-1].get_color()
