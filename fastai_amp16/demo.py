@@ -30,6 +30,7 @@ def digits_dls(
     cut = len(ds)//5
     idxs = torch.randperm(len(ds), generator=torch.Generator().manual_seed(seed)).tolist()
     train,valid = [torch.utils.data.Subset(ds, o) for o in (idxs[cut:],idxs[:cut])]
+    train.loss_func = nn.CrossEntropyLoss() # where `Learner` looks for one
     return DataLoaders(DataLoader(train, bs=bs, shuffle=True, drop_last=True), DataLoader(valid, bs=2*bs), device=default_device())
 
 # %% ../nbs/07_demo.ipynb #3c5c8c26
@@ -54,7 +55,7 @@ def train(
 ) -> tuple: # The learner, and a dict with accuracy, skipped steps, last loss scale and seconds
     "Train `small_cnn` on the digits"
     set_seed(seed, reproducible=True)
-    learn = Learner(digits_dls(bs, seed), small_cnn(), loss_func=nn.CrossEntropyLoss(), opt_func=AdamW16, metrics=accuracy, cbs=GradientNormClip(1.))
+    learn = Learner(digits_dls(bs, seed), small_cnn(), opt_func=AdamW16, metrics=accuracy, cbs=GradientNormClip(1.))
     learn = precisions[precision](learn)
     start = time.perf_counter()
     learn.fit_one_cycle(epochs, lr)

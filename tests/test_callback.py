@@ -253,8 +253,8 @@ def test_fine_tune_keeps_the_scale_and_frozen_layers():
     assert not equal(start[:2], weights(learn)[:2]) and learn.mixed_precision.scaler.get_scale()==2**14
     clean(learn)
 
-def test_lr_find_leaves_no_trace():
-    learn = fit(learner(cbs=Poison({0,5,6}, 'backward'), n=128).to_fp16_dynamic(), 1)
+def test_lr_find_leaves_no_trace(tmp_path):
+    learn = fit(learner(cbs=Poison({0,5,6}, 'backward'), n=128, path=tmp_path).to_fp16_dynamic(), 1)
     before,scaler,opt = state(learn),learn.mixed_precision.scaler.state_dict(),copy.deepcopy(learn.opt.state_dict())
     with learn.no_bar(), learn.no_logging(): learn.lr_find(num_it=20, show_plot=False)
     assert equal(before, state(learn)) and learn.mixed_precision.scaler.state_dict()==scaler

@@ -23,7 +23,7 @@ class Encoder(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 10))
     def forward(self, x): return self.head(self.enc(self.inp(x[:,0])+self.pos).mean(1))
 
-def digits(model): return lambda seed: Learner(digits_dls(seed=seed), model(), nn.CrossEntropyLoss(), AdamW16, metrics=accuracy, cbs=GradientNormClip(1.))
+def digits(model): return lambda seed: Learner(digits_dls(seed=seed), model(), opt_func=AdamW16, metrics=accuracy, cbs=GradientNormClip(1.))
 
 def resnet(): return nn.Sequential(nn.Conv2d(1, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), Block(8, 8), Block(8, 16, 2), Block(16, 32, 2),
                                    nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
