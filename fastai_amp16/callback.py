@@ -44,7 +44,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def __init__(self,
         amp_mode:str|AMPMode=AMPMode.FP16, # 'fp16' or 'bf16'; with bf16 nothing is scaled
         keep_fp32=None, # What else stays in fp32: modules, module types, dotted names with `*`, predicates `(name, module) -> bool`
-        on_spiral:str='heal', # When overflows do not end: 'raise', or 'warn'. 'heal' warns as well as long as nothing can heal
+        on_spiral:str='heal', # When overflows do not end: 'warn' or 'raise'; 'heal' does what 'warn' does until it can heal
         patience:int=3, # That many overflows in a row that no lower scale answers are a spiral
         **kwargs
     ):
@@ -73,8 +73,7 @@ def before_fit(self:DynamicMixedPrecision):
     for cb in self.learn._grab_cbs(MixedPrecision):
         if cb is not self: cb.run = False # until the end of this fit
     self.learn.mixed_precision = self
-    self.plan = self._noted = self._forward = None
-    self._stuck,self._epoch_start = 0,len(self._steps)
+    self.plan,self._epoch_start = None,len(self._steps)
     device = self.ready().param.device
     if self.amp_mode==AMPMode.BF16 and _emulates_bf16(device):
         warn(f"{torch.cuda.get_device_name(device)} has no bf16 arithmetic and only emulates it, slowly: use to_fp16_dynamic().")
@@ -84,7 +83,13 @@ def before_fit(self:DynamicMixedPrecision):
         raise ValueError("The optimizer holds none of the model's parameters and would train another model: call learn.create_opt().")
 
 @patch
-def before_train(self:DynamicMixedPrecision): self._epoch_start = len(self._steps)
+def before_train(self:DynamicMixedPrecision):
+    self._epoch_start = len(self._steps)
+    if self.epoch>0: return
+    # what an earlier fit left of a step: an interrupted one, or the unfinished tail of accumulated batches, still scaled
+    self.opt.zero_grad()
+    self._noted = self._forward = None
+    self._stuck = 0
 
 # %% ../nbs/05_callback.ipynb #ed52d2b6
 class _HalfCall:
@@ -194,8 +199,7 @@ def _check_spiral(self:DynamicMixedPrecision, forward):
 def after_fit(self:DynamicMixedPrecision): self.plan = None # made anew for the next: until then anybody may change the model
 
 # %% ../nbs/05_callback.ipynb #988703f1
-def _to_dynamic(learn, amp_mode, **kwargs):
-    cb = DynamicMixedPrecision(amp_mode, **kwargs)
+def _use(learn, cb):
     cb.make_plan(learn.model) # says what is wrong before anything changes
     learn.remove_cbs([MixedPrecision, ModelToHalf, NonNativeMixedPrecision])
     return learn.add_cb(cb)
@@ -204,14 +208,16 @@ def _to_dynamic(learn, amp_mode, **kwargs):
 @delegates(DynamicMixedPrecision, but=['amp_mode'])
 def to_fp16_dynamic(self:Learner, **kwargs):
     "Train in fp16 with `DynamicMixedPrecision`, in place of any mixed precision that was there; `to_fp32` ends it"
-    return _to_dynamic(self, 'fp16', **kwargs)
+    return _use(self, DynamicMixedPrecision(amp_mode='fp16', **kwargs))
 
 @patch
 def to_bf16_dynamic(self:Learner,
-    keep_fp32=None # What stays in fp32 besides norms: modules, module types, dotted names with `*`, predicates `(name, module) -> bool`
+    keep_fp32=None, # What else stays in fp32: modules, module types, dotted names with `*`, predicates `(name, module) -> bool`
+    on_spiral:str='heal', # When overflows do not end: as in `DynamicMixedPrecision`
+    patience:int=3 # That many overflows in a row are a spiral: bf16 has no loss scale that could answer them
 ):
     "Train in bf16 with `DynamicMixedPrecision`, in place of any mixed precision that was there; `to_fp32` ends it"
-    return _to_dynamic(self, 'bf16', keep_fp32=keep_fp32)
+    return _use(self, DynamicMixedPrecision('bf16', keep_fp32, on_spiral, patience))
 
 # %% ../nbs/05_callback.ipynb #9df07be0
 @patch(as_prop=True)

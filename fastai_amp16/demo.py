@@ -90,20 +90,20 @@ class _OneLineParser(argparse.ArgumentParser):
     "Says what is wrong in one line"
     def error(self, message): self.exit(2, f'{self.prog}: {message} (--help explains)\n')
 
-def _positive(to):
+def _positive(to, most=math.inf):
     "A parser of positive numbers"
     def parse(s):
         try: res = to(s)
         except ValueError: res = 0
-        if not 0<res<math.inf: raise argparse.ArgumentTypeError(f"{s!r} is not possible; it must be a {'whole ' if to is int else ''}number above 0")
-        return res
+        if 0<res<=most and res<math.inf: return res
+        raise argparse.ArgumentTypeError(f"{s!r} is not possible; it must be a {'whole ' if to is int else ''}number above 0"
+                                         + (f" and at most {most}" if most<math.inf else ''))
     return parse
 
 def _picture_file(s):
     "A path that a picture can be written to"
     path,kinds = Path(s),Figure().canvas.get_supported_filetypes()
     if path.suffix[1:] not in kinds: raise argparse.ArgumentTypeError(f"{s!r} is not possible; it must end in one of {', '.join('.'+o for o in sorted(kinds))}")
-    if not path.absolute().parent.is_dir(): raise argparse.ArgumentTypeError(f"{s!r} is not possible; its folder must exist")
     return path
 
 # %% ../nbs/07_demo.ipynb #4b0ef9f8
@@ -114,7 +114,7 @@ def parse_args(argv=None):
         "in fp16 with to_fp16_dynamic(), and in bf16. Prints a table and writes a picture. Runs on the GPU where there is one.")
     p.add_argument('--epochs', type=_positive(int), default=12, help='epochs of fit_one_cycle for each precision')
     p.add_argument('--lr', type=_positive(float), default=1e-2, help='largest learning rate')
-    p.add_argument('--bs', type=_positive(int), default=64, help='batch size')
+    p.add_argument('--bs', type=_positive(int, 1438), default=64, help='batch size; 1438 images are trained on')
     p.add_argument('--seed', type=int, default=0, help='of validation set, weights and shuffling')
     p.add_argument('--out', type=_picture_file, default=Path('fastai_amp16_demo.png'), help='the picture: loss, loss scale and gradient norm')
     return p.parse_args(argv)
@@ -122,6 +122,8 @@ def parse_args(argv=None):
 def main(argv=None):
     "What `fastai_amp16_demo` runs"
     args = parse_args(argv)
+    try: args.out.open('ab').close() # now, not after the trainings
+    except OSError as e: sys.exit(f'fastai_amp16_demo: argument --out: {str(args.out)!r} cannot be written: {e.strerror}')
     device = default_device()
     print(f"Training on {torch.cuda.get_device_name(device) if device.type=='cuda' else device.type}")
     learners,rows = {},[]

@@ -68,10 +68,11 @@ def find_modules(
         test = _matcher(o)
         found = [(n,m) for n,m in model.named_modules() if test(n,m)]
         if not found:
+            names,types = [n for n,_ in model.named_modules() if n],sorted({type(m).__name__ for m in model.modules()})
             what = o if isinstance(o, str) else getattr(o, '__name__', type(o).__name__)
-            types = sorted({type(m).__name__ for m in model.modules()})
-            near = get_close_matches(what, [*types, *dict(model.named_modules())], n=5, cutoff=0.5) or types
-            raise ValueError(f"keep_fp32={o!r} matches no module of this {type(model).__name__}; near matches: {', '.join(near)}.")
+            near = get_close_matches(what, [*names,*types], n=5, cutoff=0.5) or (names if isinstance(o, str) else types)[:8]
+            hint = " (a string is a dotted name; to keep a type, pass the type)" if isinstance(o, str) else ""
+            raise ValueError(f"keep_fp32={o!r} matches no module of this {type(model).__name__}{hint}; near matches: {', '.join(near)}.")
         for n,m in found: res.update(_called(n, m))
     return res
 

@@ -3,7 +3,7 @@ from hypothesis import settings
 
 with warnings.catch_warnings(): # torch's, at the import of fastai: that torch.jit.script is deprecated
     warnings.simplefilter('ignore', FutureWarning)
-    import fastai.basics # noqa: F401
+    import fastai.callback.all # noqa: F401 (as a notebook does: it brings progress bars and schedules to `Learner`)
 
 settings.register_profile('repo', deadline=None, derandomize=True)
 settings.load_profile('repo')

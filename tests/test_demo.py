@@ -26,8 +26,13 @@ def test_help(capsys):
     assert e.value.code==0 and all(o in out for o in ('--epochs','--lr','--bs','--seed','--out','to_fp16_dynamic'))
 
 @pytest.mark.parametrize('args,says', [(['--epochs','0'],"--epochs: '0'"), (['--epochs','2.5'],"'2.5'"), (['--lr','-1'],"'-1'"), (['--lr','nan'],"'nan'"), (['--lr','inf'],"'inf'"),
-    (['--bs','x'],"--bs: 'x'"), (['--out','/nowhere/x.png'],'folder'), (['--out','x.txt'],'.png'), (['--seed','a'],"--seed"), (['--speed'],'--speed'), (['--epochs'],'--epochs')])
+    (['--bs','x'],"--bs: 'x'"), (['--bs','1439'],'at most 1438'), (['--out','x.txt'],'.png'), (['--seed','a'],"--seed"), (['--speed'],'--speed'), (['--epochs'],'--epochs')])
 def test_wrong_arguments_get_one_line(args, says, capsys):
     with pytest.raises(SystemExit) as e: parse_args(args)
     err = capsys.readouterr().err
     assert e.value.code==2 and err.count('\n')==1 and says in err
+
+@pytest.mark.parametrize('out', ['/nowhere/x.png', '/proc/self/x.png'])
+def test_a_picture_that_cannot_be_written_is_told_before_the_training(out, capsys):
+    with pytest.raises(SystemExit) as e: main(['--out', out])
+    assert repr(out) in e.value.code and 'cannot be written' in e.value.code and not capsys.readouterr().out
