@@ -9,10 +9,11 @@ __all__ = ['DynamicMixedPrecision', 'LossScale', 'SkippedSteps', 'GradNorm']
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision,ModelToHalf,NonNativeMixedPrecision
 from fastai.callback.training import GradientClip
+from fastai.text.learner import TextLearner
 from torch.nn.utils import get_total_norm
 from .scaler import DynamicScaler
 from .precision import PrecisionPlan,cast_floats
-from .clip import GradientNormClip,opt_grads
+from .clip import GradientNormClip,grad_params,grad_values
 
 # %% ../nbs/05_callback.ipynb #8289ab21
 def _check(ok, name, value, allowed):
@@ -39,6 +40,7 @@ class DynamicMixedPrecision(MixedPrecision):
     name,order = 'mixed_precision',MixedPrecision.order
     _stateattrs = ('plan','_noted','_forward')
     plan = _noted = _forward = step_norm = None
+    _no_loss_yet = False
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
 
     def __init__(self,
@@ -71,9 +73,11 @@ class DynamicMixedPrecision(MixedPrecision):
 def before_fit(self:DynamicMixedPrecision):
     "Plan anew, check model and optimizer, and see to it that no other mixed precision runs"
     for cb in self.learn._grab_cbs(MixedPrecision):
-        if cb is not self: cb.run = False # until the end of this fit
+        if cb is self: continue
+        cb.run = False # its `before_fit` may come after this one
+        self.learn.remove_cb(cb)
     self.learn.mixed_precision = self
-    self.plan,self._epoch_start = None,len(self._steps)
+    self.plan = None
     device = self.ready().param.device
     if self.amp_mode==AMPMode.BF16 and _emulates_bf16(device):
         warn(f"{torch.cuda.get_device_name(device)} has no bf16 arithmetic and only emulates it, slowly: use to_fp16_dynamic().")
@@ -86,10 +90,19 @@ def before_fit(self:DynamicMixedPrecision):
 def before_train(self:DynamicMixedPrecision):
     self._epoch_start = len(self._steps)
     if self.epoch>0: return
-    # what an earlier fit left of a step: an interrupted one, or the unfinished tail of accumulated batches, still scaled
+    self._stuck = 0
+    self.drop_step()
+
+@patch
+def after_train(self:DynamicMixedPrecision):
+    if self.epoch+1>=self.n_epoch: self.drop_step()
+
+@patch
+def drop_step(self:DynamicMixedPrecision):
+    "Forget a step that was begun: its gradients are still multiplied by the loss scale and must not enter another"
     self.opt.zero_grad()
     self._noted = self._forward = None
-    self._stuck = 0
+    self.scaler.update(self.scaler.get_scale()) # as it was
 
 # %% ../nbs/05_callback.ipynb #ed52d2b6
 class _HalfCall:
@@ -101,7 +114,12 @@ class _HalfCall:
         self.give_back()
         with self.plan.forward_pass(): return self.model(*args, **kwargs)
 
-_do_one_batch_fp32 = Learner._do_one_batch
+def _fastais(cls, name):
+    "The method as fastai has it, also if this module is loaded once more"
+    f = getattr(cls, name)
+    return getattr(f, 'fastais', f)
+
+_do_one_batch_fp32 = _fastais(Learner, '_do_one_batch')
 
 @patch
 def _do_one_batch(self:Learner):
@@ -114,16 +132,25 @@ def _do_one_batch(self:Learner):
         plan.graphs += 1 # the stand-ins of norms are needed in the backward pass, too
         self.model = call
         _do_one_batch_fp32(self)
+    except CancelBatchException: raise # goes on with the next batch; `GradientAccumulation` does this all the time
+    except BaseException:
+        if self.training: mp.drop_step()
+        raise
     finally:
         call.give_back()
         plan.graphs -= 1
         plan.release()
 
+Learner._do_one_batch.fastais = _do_one_batch_fp32
+
 # %% ../nbs/05_callback.ipynb #7e8ca9ba
 @patch
 def before_batch(self:DynamicMixedPrecision):
     self.step_norm = None
-    if self.training and self._noted is None: self._noted = self.ready().note_buffers() # at the first of several accumulated batches
+    if self._no_loss_yet: # the average begins with this batch
+        self._smooth_loss().reset()
+        self._no_loss_yet = False
+    if self.training and self._forward is None: self._noted = self.ready().note_buffers() # at the first of several accumulated batches
 
 @patch
 def after_pred(self:DynamicMixedPrecision): self.learn.pred = cast_floats(self.pred)
@@ -131,26 +158,28 @@ def after_pred(self:DynamicMixedPrecision): self.learn.pred = cast_floats(self.p
 def after_loss(self:DynamicMixedPrecision): pass # autocast is off already
 
 # %% ../nbs/05_callback.ipynb #b5662c48
-def _floats(o):
-    "All floating point tensors with elements in `o`, which may be a nest of containers"
-    if isinstance(o, Tensor): return [o.detach()] if o.is_floating_point() and o.numel() else []
-    return [t for v in (o.values() if hasattr(o, 'values') else o) for t in _floats(v)] if isinstance(o, (tuple,list,L,dict)) else []
-
 @patch
 def before_backward(self:DynamicMixedPrecision):
     loss = self.learn.loss_grad.float()
     finite = 0*loss.detach().sum()
-    for t in _floats(self.pred): finite = finite + 0*t.amax()
     self._forward = finite if self._forward is None else self._forward+finite
+    smooth = self._smooth_loss()
+    if smooth is not None: # its value is on the CPU
+        so_far = float(smooth.val.numpy())/(1-smooth.beta**smooth.count) if smooth.count else 0.
+        self.learn.loss = torch.where(self.loss.isfinite(), self.loss, so_far)
     self.learn.loss_grad = self.scaler.scale(loss)
+
+@patch
+def _smooth_loss(self:DynamicMixedPrecision): return self.recorder.smooth_loss if hasattr(self.learn, 'recorder') else None
 
 # %% ../nbs/05_callback.ipynb #d26bdb84
 @patch
 def before_step(self:DynamicMixedPrecision):
-    if not any(p.grad is not None for pg in self.opt.param_lists for p in pg): return # the backward pass was cancelled
+    params = grad_params(self.opt)
+    if not params: return # the backward pass was cancelled
     scale,(noted,self._noted),(forward,self._forward) = self.scaler.get_scale(),(self._noted,None),(self._forward,None)
-    self.scaler.unscale_(self.opt)
-    norm = get_total_norm(opt_grads(self.opt))
+    self.scaler.unscale_(SimpleNamespace(param_groups=[{'params': params}]))
+    norm = get_total_norm(grad_values(params))
     if forward is not None: norm = torch.where(norm.isfinite(), norm, forward.to(norm.device)+math.inf)
     norm = norm.item()
     overflow = not math.isfinite(norm)
@@ -161,24 +190,14 @@ def before_step(self:DynamicMixedPrecision):
         self.step_norm,self._stuck = norm,0
         return
     self.skipped += 1
+    smooth = self._smooth_loss()
+    self._no_loss_yet = math.isnan(norm) and smooth is not None and smooth.count==0
     self.ready().restore_buffers(noted or [])
-    if math.isnan(norm): self._hide_loss()
     self._check_spiral(math.isnan(norm))
     raise CancelStepException()
 
 @patch
 def after_step(self:DynamicMixedPrecision): pass # the scaler was updated in `before_step`
-
-# %% ../nbs/05_callback.ipynb #9728f7a4
-@patch
-def _hide_loss(self:DynamicMixedPrecision):
-    "Keep the loss of this batch, which is not finite, out of the smoothed loss"
-    if not hasattr(self.learn, 'recorder'): return
-    smooth = self.recorder.smooth_loss
-    if smooth.count: self.learn.loss = smooth.value
-    else: # nothing to show yet: the average starts with the next batch
-        self.learn.loss = torch.zeros(())
-        smooth.count = -1
 
 # %% ../nbs/05_callback.ipynb #767ac30a
 @patch
@@ -291,18 +310,17 @@ def _opt_with_scaler(self:Learner):
     finally: self.opt = opt
 
 # %% ../nbs/05_callback.ipynb #06ea9c6c
-_save,_load = Learner.save,Learner.load
+def _with_scaler(cls, name):
+    "Let `cls.name`, which saves or loads, see a `DynamicScaler` as a part of the optimizer"
+    fastais = _fastais(cls, name)
+    @functools.wraps(fastais)
+    def f(self, *args, **kwargs):
+        if name=='load' and self.opt is None: self.create_opt()
+        with self._opt_with_scaler(): res = fastais(self, *args, **kwargs)
+        mp = self.__dict__.get('mixed_precision')
+        if name=='load' and isinstance(mp, DynamicMixedPrecision): mp.drop_step() # of the weights before
+        return res
+    f.fastais = fastais
+    setattr(cls, name, f)
 
-@patch
-@delegates(save_model)
-def save(self:Learner, file, **kwargs):
-    "Save model and optimizer state (if `with_opt`), and with it the loss scale, to `self.path/self.model_dir/file`"
-    with self._opt_with_scaler(): return _save(self, file, **kwargs)
-
-@patch
-@delegates(load_model)
-def load(self:Learner, file, device=None, **kwargs):
-    "Load model and optimizer state (if `with_opt`), and with it the loss scale, from `self.path/self.model_dir/file` using `device`"
-    if self.opt is None: self.create_opt()
-    with self._opt_with_scaler(): _load(self, file, device=device, **kwargs)
-    return self
+for cls,name in ((Learner,'save'),(Learner,'load'),(TextLearner,'load')): _with_scaler(cls, name)

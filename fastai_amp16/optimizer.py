@@ -37,13 +37,16 @@ class FusedAdam(Optimizer):
         for p,*_ in self.all_params(): p.grad = None
 
 # %% ../nbs/02_optimizer.ipynb #93f85310
+def _like(p, t):
+    "`t`, in a copy if need be, with the strides of `p`, or dense strides where `p` is a view with gaps"
+    return t if t.stride()==p.stride() else torch.empty_like(p).copy_(t)
+
 @patch
 def _moments(self:FusedAdam, p):
-    "The state of `p`, made at its first step, its moments laid out in memory like `p`: the kernel reads them side by side"
+    "The state of `p`, made at its first step"
     state = self.state[p]
     if 'step' not in state: state.update(step=0, grad_avg=torch.zeros_like(p), sqr_avg=torch.zeros_like(p))
-    for k in ('grad_avg','sqr_avg'):
-        if state[k].stride()!=p.stride(): state[k] = torch.empty_like(p).copy_(state[k]) # `p` has become channels_last
+    for k in ('grad_avg','sqr_avg'): state[k] = _like(p, state[k]) # `p` may have become channels_last
     return state
 
 @patch
@@ -51,20 +54,22 @@ def _moments(self:FusedAdam, p):
 def step(self:FusedAdam, closure=None):
     "One Adam step on every parameter that requires and has a gradient"
     if closure is not None: raise NotImplementedError("fastai optimizers currently do not support closure")
-    calls = defaultdict(list)
+    calls,views = defaultdict(list),[]
     for pg,hyper in zip(self.param_lists, self.hypers):
         for p in pg:
             if p.grad is None or not p.requires_grad: continue
             state = self._moments(p)
             state['step'] += 1
-            grad = p.grad if p.grad.stride()==p.stride() else torch.empty_like(p).copy_(p.grad)
             key = *(hyper[k] for k in ('lr','mom','sqr_mom','eps')),hyper['wd'] if state.get('do_wd', True) else 0.,state['step'],p.device,p.dtype
-            calls[key].append((p, grad, state['grad_avg'], state['sqr_avg']))
+            dense = _like(state['grad_avg'], p) # the kernel walks through memory and would step into the gaps of a view
+            if dense is not p: views.append((p, dense))
+            calls[key].append((dense, _like(dense, p.grad), state['grad_avg'], state['sqr_avg']))
     fused = torch._fused_adamw_ if self.decouple_wd else torch._fused_adam_
     for (lr,mom,sqr_mom,eps,wd,n,device,_),tensors in calls.items():
         steps = [torch.full((), n, dtype=torch.float32, device=device)]*len(tensors)
         fused(*map(list, zip(*tensors)), [], steps, lr=float(lr), beta1=float(mom), beta2=float(sqr_mom), weight_decay=float(wd),
               eps=float(eps), amsgrad=False, maximize=False)
+    for p,dense in views: p.copy_(dense)
 
 # %% ../nbs/02_optimizer.ipynb #44fd9eca
 _eps = 1e-4

@@ -48,14 +48,9 @@ def _matcher(which):
     "`which` as a predicate `(name, module) -> bool`"
     if isinstance(which, type):      return lambda n,m: isinstance(m, which)
     if isinstance(which, nn.Module): return lambda n,m: m is which
-    if isinstance(which, str):       return lambda n,m: fnmatchcase(n, which)
+    if isinstance(which, str):       return lambda n,m: n and fnmatchcase(n, which)
     if callable(which):              return which
     raise TypeError(f"keep_fp32 takes modules, module types, dotted names with * and predicates (name, module) -> bool, and got {which!r}.")
-
-def _called(n, m):
-    "`m`, or what it holds if it is a container that has no forward pass of its own"
-    if not isinstance(m, (nn.ModuleList,nn.ModuleDict)): return {n: m}
-    return {k:o for c_n,c in m.named_children() for k,o in _called(f'{n}.{c_n}', c).items()}
 
 # %% ../nbs/01_precision.ipynb #1757cda3
 def find_modules(
@@ -73,7 +68,7 @@ def find_modules(
             near = get_close_matches(what, [*names,*types], n=5, cutoff=0.5) or (names if isinstance(o, str) else types)[:8]
             hint = " (a string is a dotted name; to keep a type, pass the type)" if isinstance(o, str) else ""
             raise ValueError(f"keep_fp32={o!r} matches no module of this {type(model).__name__}{hint}; near matches: {', '.join(near)}.")
-        for n,m in found: res.update(_called(n, m))
+        res.update(found)
     return res
 
 # %% ../nbs/01_precision.ipynb #fc8d5a9c
@@ -100,7 +95,8 @@ class _Fp32Forward:
     def __init__(self, module, device_type, kept):
         own = module.__dict__.get('forward')
         self.module,self.device_type,self.kept = module,device_type,kept
-        self.own = own.own if isinstance(own, _Fp32Forward) else own # a copy made in the middle of a batch has one already
+        self.own = own.own if isinstance(own, _Fp32Forward) else own # of another plan, or of a copy made in the middle of a batch
+        self.before,self.placed = None,False # what stood in its place, and whether it stands there
         # CUDA's batch norms read fp16 and compute in fp32 with fp32 parameters: a cast of their input would only cost memory
         self.mixed_kernel = not kept and device_type=='cuda' and type(module).__module__.startswith('torch.nn.') and isinstance(module, _BatchNorm)
 
@@ -110,7 +106,7 @@ class _Fp32Forward:
     def __call__(self, *args, **kwargs):
         if self.mixed_kernel or not torch.is_autocast_enabled(self.device_type): return self.forward(*args, **kwargs)
         torch.set_autocast_enabled(self.device_type, False)
-        try: res = self.forward(*cast_floats(args), **cast_floats(kwargs))
+        try: res = self.forward(*cast_floats(args), **{k: cast_floats(v) for k,v in kwargs.items()})
         finally: torch.set_autocast_enabled(self.device_type, True)
         dtype = next((o.dtype for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()), torch.float32)
         return res if self.kept or dtype not in _half_types else cast_floats(res, dtype, (torch.float32,))
@@ -151,7 +147,7 @@ _half_params = {**{t: ('weight','bias') for t in (nn.Linear, *_convs)},
     nn.MultiheadAttention: ('in_proj_weight','in_proj_bias','q_proj_weight','k_proj_weight','v_proj_weight')}
 
 def _half_names(m):
-    "The names of those parameters of `m` that nothing but a matmul or a convolution will read"
+    "The names of those parameters of `m` that its forward pass gives to a matmul or a convolution and does not read otherwise"
     for t,names in _half_params.items():
         if isinstance(m, t):
             own = 'forward' in m.__dict__ or any(getattr(type(m), f, None) is not getattr(t, f, None) for f in ('forward','_conv_forward'))
@@ -172,7 +168,8 @@ def _unwrap(
 class PrecisionPlan:
     """Who computes in what: the weights of `model` that have half-precision copies in a forward pass, and the modules that stay in fp32
 
-    Norms stay in fp32, so does what `keep_fp32` names, with all that is inside. `ValueError` for a model without parameters, with
+    Norms stay in fp32, so does what `keep_fp32` names, with all modules inside. Code that reads a cast weight elsewhere in the forward
+    pass (a penalty on `self.head.weight`, say) reads its half-precision copy; to keep the layer in fp32 gives it the master. `ValueError` for a model without parameters, with
     half-precision parameters, on a device without autocast, and for an entry of `keep_fp32` that names no module."""
     def __init__(self,
         model:nn.Module, # The model, wrapped or not
@@ -180,6 +177,8 @@ class PrecisionPlan:
         keep_fp32=None # Modules, module types, dotted names with `*`, predicates `(name, module) -> bool`
     ):
         if dtype not in _half_types: raise ValueError(f"dtype={dtype!r} is not half precision; it must be torch.float16 or torch.bfloat16.")
+        if isinstance(model, nn.DataParallel) and len(model.device_ids)>1:
+            raise ValueError(f"DataParallel over {len(model.device_ids)} devices is not supported: use DistributedDataParallel (learn.to_distributed).")
         self.wrapped,self.model,self.dtype,self.graphs = model,_unwrap(model),dtype,0
         model = self.model
         self.param = next(model.parameters(), None)
@@ -193,10 +192,9 @@ class PrecisionPlan:
         # oneDNN has no fp16 kernels for recurrent layers: without this they raise on a CPU
         if dev=='cpu' and dtype==torch.float16: self.kept.update((n,m) for n,m in model.named_modules() if isinstance(m, nn.RNNBase))
         self.norms = {n:m for n,m in model.named_modules() if is_norm(m)}
-        fp32 = [*self.kept.values(), *self.norms.values()]
-        inside = {c for m in fp32 for c in m.modules()}
-        kept = set(self.kept.values())
-        self.stand_ins = [_Fp32Forward(m, dev, m in kept) for m in dict.fromkeys(fp32)]
+        kept = dict.fromkeys(c for m in self.kept.values() for c in m.modules())
+        inside = {**kept, **dict.fromkeys(c for m in self.norms.values() for c in m.modules())}
+        self.stand_ins = [_Fp32Forward(m, dev, m in kept) for m in {**kept, **dict.fromkeys(self.norms.values())}]
         self.slots = [(m._parameters,n) for m in model.modules() if m not in inside for n in _half_names(m)
                       if m._parameters.get(n) is not None and not is_lazy(m._parameters[n])]
         self.buffers = [(c._buffers,n) for m in self.norms.values() for c in m.modules() for n in c._buffers]
@@ -209,9 +207,18 @@ class PrecisionPlan:
     def release(self):
         "Give the fp32 modules their own `forward` back"
         for o in self.stand_ins:
-            if o.module.__dict__.get('forward') is o:
-                if o.own is None: del o.module.__dict__['forward']
-                else: o.module.__dict__['forward'] = o.own
+            attrs,before,o.placed = o.module.__dict__,o.before,False
+            if attrs.get('forward') is not o: continue
+            while isinstance(before, _Fp32Forward) and not before.placed: before = before.before # of a plan that was released meanwhile
+            if before is None: del attrs['forward']
+            else: attrs['forward'] = before
+
+    def place(self):
+        "Put the stand-ins in the place of `forward`, until `release`"
+        for o in self.stand_ins:
+            attrs = o.module.__dict__
+            if attrs.get('forward') is not o: o.before,attrs['forward'] = attrs.get('forward'),o
+            o.placed = True
 
 # %% ../nbs/01_precision.ipynb #af8686fe
 @patch
@@ -225,7 +232,7 @@ def forward_pass(self:PrecisionPlan):
     fastpath = torch.backends.mha.get_fastpath_enabled()
     running = _Graph(self)
     try:
-        for o in self.stand_ins: o.module.__dict__['forward'] = o
+        self.place()
         if graph: masters.update(zip(graph, _HalfCopies.apply(self, *graph)))
         if frozen: masters.update(zip(frozen, _cast_all([p.detach() for p in frozen], self.dtype)))
         for d,n,p in slots: d[n] = masters[p]

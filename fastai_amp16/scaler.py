@@ -108,5 +108,5 @@ def load_state_dict(self:DynamicScaler,
     "Continue from `state_dict`, within this scaler's own bounds; a static or a disabled scaler stays as it is"
     if not (self._enabled and self.dynamic): return
     super(DynamicScaler, self).load_state_dict(state_dict)
-    self._tolerance = state_dict.get('_tolerance', self.hysteresis)
+    self._tolerance = min(state_dict.get('_tolerance', self.hysteresis), self.hysteresis)
     self._set_scale(self._init_scale)

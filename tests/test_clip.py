@@ -56,6 +56,36 @@ def test_norms_agree_across_precisions(monkeypatch):
              lambda l: l.to_fp16_dynamic(init_scale=8.), lambda l: fastai_to_fp16(l, monkeypatch))]
     for n in norms[1:]: assert n==pytest.approx(norms[0], rel=2e-2)
 
+def test_gradients_changed_in_between_are_the_ones_to_clip():
+    class Amplify(Callback):
+        order = 10.5
+        def before_step(self):
+            for p in self.model.parameters(): p.grad *= 10
+    fp32,fp16 = [fit(to(learner([Amplify(), GradientNormClip(1.), Watch()]))) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)]
+    assert fp16.gradient_norm_clip.norms==pytest.approx(fp32.gradient_norm_clip.norms, rel=2e-2) and min(fp32.gradient_norm_clip.norms)>5
+    assert all(g.norm()<1.01 for g in fp16.watch.seen)
+
+def test_sparse_gradients():
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.emb,self.lin = nn.Embedding(10,8, sparse=True),nn.Linear(8,1)
+        def forward(self, x): return self.lin(self.emb((x.abs()*3).long().clamp(max=9)).mean(1))
+    def run(to, max_norm):
+        learn = learner([GradientNormClip(max_norm)])
+        learn.model = Bag()
+        fit(to(learn), 1)
+        return learn
+    set_seed(0)
+    assert max(run(Learner.to_fp32, 10.).gradient_norm_clip.norms)>0.5
+    class Seen(Callback):
+        order = 90
+        def before_step(self): self.learn.norm = math.hypot(*[(p.grad.coalesce().values() if p.grad.is_sparse else p.grad).norm().item() for p in self.model.parameters()])
+    for to in (Learner.to_fp32, Learner.to_fp16_dynamic):
+        learn = learner([GradientNormClip(1e-3), Seen()])
+        learn.model = Bag()
+        assert fit(to(learn), 1).norm==pytest.approx(1e-3, rel=1e-2)
+
 def test_skipped_steps_have_no_norm():
     learn = fit(learner(GradientNormClip(1.), scale=30.).to_fp16_dynamic())
     mp = learn.mixed_precision
@@ -79,3 +109,4 @@ def test_plot():
 @pytest.mark.parametrize('max_norm', [0, -1., 'a', None, math.nan])
 def test_bad_input(max_norm):
     with pytest.raises(ValueError, match='max_norm='): GradientNormClip(max_norm)
+    with pytest.raises(ValueError, match='norm_type='): GradientNormClip(1., max_norm)

@@ -260,9 +260,31 @@ def test_keep_fp32(keep, names):
     for n,m in net.named_modules():
         if isinstance(m, nn.Linear): assert res[n][1:]==((torch.float32,{torch.float32}) if inside(n) else (torch.float16,{torch.float16}))
 
+def test_keep_fp32_of_containers_that_are_not_called():
+    for container in (lambda *l: nn.ModuleList(l), nn.Sequential):
+        net = nn.Module()
+        net.layers = container(nn.Linear(4,4), nn.Sequential(nn.Linear(4,4), nn.LayerNorm(4)))
+        seen = []
+        for m in net.modules(): m.register_forward_hook(lambda m,i,o, seen=seen: seen.append((o.dtype, {p.dtype for p in m.parameters()})))
+        with half_forward(net, keep_fp32='layers'):
+            x = torch.randn(2,4)
+            for l in net.layers: x = l(x)
+        assert len(seen)==4 and all(o==(torch.float32,{torch.float32}) for o in seen)
+
+def test_evaluation_between_a_checkpointed_forward_and_its_backward():
+    def loss(between):
+        torch.manual_seed(0)
+        net,x = nn.Sequential(nn.Linear(4,4), nn.Sequential(nn.LayerNorm(4), MyRMSNorm(4))),torch.randn(3,4)
+        with half_forward(net): out = checkpoint(net[1], net[0](x), use_reentrant=False)
+        if between:
+            with torch.no_grad(), half_forward(net): net(x)
+        out.float().pow(2).sum().backward()
+        return [p.grad for p in net.parameters()]
+    same(loss(False), loss(True))
+
 def test_keep_fp32_module_itself():
     net = deep()
-    assert list(find_modules(net, net[1][0]))==['1.0']
+    assert list(find_modules(net, net[1][0]))==['1.0'] and list(find_modules(net, '*'))[0]=='0'
     assert list(find_modules(net, [net[2], net[0]]))==['2','0']
 
 def test_keep_fp32_is_fp32():
@@ -389,10 +411,10 @@ def test_lazy_modules():
     assert out.dtype==torch.float16
 
 @pytest.mark.parametrize('backend', ['eager','aot_eager'])
-def test_compiled(backend):
+def test_compiled(backend): # `fullgraph` raises where the graph breaks
     def net(): return nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8,4))
     ref = run(net, vec, half_forward, torch.float16)
-    same(ref, run(lambda: torch.compile(net(), backend=backend), vec, half_forward, torch.float16))
+    same(ref, run(lambda: torch.compile(net(), backend=backend, fullgraph=True), vec, half_forward, torch.float16))
 
 # --- norm statistics
 
