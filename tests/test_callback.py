@@ -430,6 +430,13 @@ def test_interrupts(e, event, order):
     model.eval()
     assert torch.equal(model(x), copy.deepcopy(model)(x)) and model(x).dtype==torch.float32
 
+def test_batch_that_the_model_cannot_be_called_with():
+    class Bad(Callback):
+        def before_batch(self): self.learn.xb = 5
+    learn = learner(cbs=Bad()).to_fp16_dynamic()
+    with pytest.raises(TypeError): fit(learn)
+    clean(learn)
+
 def test_interrupted_while_waiting_for_the_gradients(monkeypatch):
     "Between the unscaling of the gradients and the update of the scale"
     learn = learner().to_fp16_dynamic()
