@@ -340,15 +340,19 @@ def test_overflow_in_one_of_several_accumulated_batches_drops_the_step(where):
     assert learn.mixed_precision.scaler.get_scale()==(2**16 if where=='forward' else 2**15)
     assert all(b.isfinite().all() for b in learn.model.buffers())
 
-def test_tail_of_accumulated_batches_does_not_enter_the_next_fit():
+@pytest.mark.parametrize('early', [False, True])
+def test_tail_of_accumulated_batches_does_not_enter_the_next_fit(early):
+    class Early(Callback):
+        "As EarlyStoppingCallback does"
+        def after_epoch(self): raise CancelFitException()
     class First(Callback):
         order = 20
         def before_step(self):
             self.learn.first_grads = [p.grad.clone() for p in self.model.parameters()]
             raise CancelFitException()
     a,b = [learner(plain_mlp, bs=8, cbs=GradientAccumulation(24), shuffle=False, lr=0.).to_fp16_dynamic() for _ in range(2)]
-    fit(a, 1) # 8 batches, 3 a step: two are left
-    assert all(p.grad is None for p in a.model.parameters())
+    fit(a, 1+early, cbs=Early() if early else None) # 8 batches, 3 a step: two are left
+    if not early: assert all(p.grad is None for p in a.model.parameters())
     for o in (a,b): fit(o, 1, cbs=First())
     assert equal(a.first_grads, b.first_grads)
 
