@@ -471,6 +471,20 @@ def test_scaled_gradients_never_enter_another_fit(e, event):
     fit(learn.to_fp32().remove_cb(stop), 1)
     assert max((a-b).abs().max() for a,b in zip(before, weights(learn)))<0.1
 
+def test_norm_statistics_noted_in_an_interrupted_fit_are_forgotten():
+    class Stop(Callback):
+        def after_backward(self): raise KeyboardInterrupt
+    class Mean(Callback):
+        def after_batch(self):
+            if self.training: self.seen.append(self.model[1].running_mean.mean().item())
+    stop,mean = Stop(),Mean()
+    mean.seen = []
+    learn = learner(cbs=stop).to_fp16_dynamic()
+    with pytest.raises(KeyboardInterrupt): fit(learn)
+    learn.model[1].running_mean.fill_(5.)
+    fit(learn.remove_cb(stop), 1, cbs=[Poison({0}, 'backward'), mean])
+    assert mean.seen[0]==5 and mean.seen[1]!=5
+
 def test_gradients_of_before_a_load_do_not_enter_the_next_step(tmp_path):
     "Half of an accumulated step was made at the scale of before"
     class Load(Callback):
