@@ -487,14 +487,14 @@ def test_norm_statistics_noted_in_an_interrupted_fit_are_forgotten():
 
 def test_gradients_of_before_a_load_do_not_enter_the_next_step(tmp_path):
     "Half of an accumulated step was made at the scale of before"
-    class Load(Callback):
+    class GoBack(Callback):
         def after_batch(self):
             if self.training and self.train_iter==1: self.learn.load('one')
     learn = learner(bs=8, path=tmp_path, cbs=GradientAccumulation(16), shuffle=False).to_fp16_dynamic(init_scale=1.)
     learn.create_opt()
     learn.save('one')
     learn.to_fp16_dynamic()
-    fit(learn, 1, cbs=Load())
+    fit(learn, 1, cbs=GoBack())
     assert learn.mixed_precision.history.grad_norm.max()<10
 
 def test_text_learner_loads_its_scale(tmp_path):
