@@ -105,9 +105,8 @@ class _Fp32Forward:
 
     def __call__(self, *args, **kwargs):
         if self.mixed_kernel or not torch.is_autocast_enabled(self.device_type): return self.forward(*args, **kwargs)
-        torch.set_autocast_enabled(self.device_type, False)
-        try: res = self.forward(*cast_floats(args), **{k: cast_floats(v) for k,v in kwargs.items()})
-        finally: torch.set_autocast_enabled(self.device_type, True)
+        with torch.autocast(self.device_type, enabled=False):
+            res = self.forward(*cast_floats(args), **{k: cast_floats(v) for k,v in kwargs.items()})
         dtype = next((o.dtype for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()), torch.float32)
         return res if self.kept or dtype not in _half_types else cast_floats(res, dtype, (torch.float32,))
 
