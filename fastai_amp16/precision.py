@@ -107,8 +107,9 @@ class _Fp32Forward:
         if self.mixed_kernel or not torch.is_autocast_enabled(self.device_type): return self.forward(*args, **kwargs)
         with torch.autocast(self.device_type, enabled=False):
             res = self.forward(*cast_floats(args), **{k: cast_floats(v) for k,v in kwargs.items()})
-        dtype = next((o.dtype for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()), torch.float32)
-        return res if self.kept or dtype not in _half_types else cast_floats(res, dtype, (torch.float32,))
+        dtypes = [o.dtype for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()]
+        if self.kept or not dtypes or dtypes[0] not in _half_types: return res
+        return cast_floats(res, dtypes[0], (torch.float32,))
 
 # %% ../nbs/01_precision.ipynb #34f33802
 def _cast_all(ts, dtype):
