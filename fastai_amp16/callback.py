@@ -8,11 +8,13 @@ __all__ = ['DynamicMixedPrecision', 'LossScale', 'SkippedSteps', 'GradNorm']
 # %% ../nbs/05_callback.ipynb #5f396c51
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision,ModelToHalf,NonNativeMixedPrecision
+from fastai.callback.schedule import LRFinder
+from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import GradientClip
 from fastai.text.learner import TextLearner
 from torch.nn.utils import get_total_norm
 from .scaler import DynamicScaler
-from .precision import PrecisionPlan,cast_floats
+from .precision import PrecisionPlan,cast_floats,_surely
 from .clip import GradientNormClip,grad_params,grad_values
 
 # %% ../nbs/05_callback.ipynb #8289ab21
@@ -38,9 +40,9 @@ class DynamicMixedPrecision(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','_noted','_forward')
-    plan = _noted = _forward = step_norm = None
-    _no_loss_yet = False
+    _stateattrs = ('plan','_noted','_forward','_random')
+    plan = _noted = _forward = _random = step_norm = None
+    _skips = False # does this batch's step?
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
 
     def __init__(self,
@@ -86,9 +88,26 @@ def before_fit(self:DynamicMixedPrecision):
     if held and not any(p in ours for p in held):
         raise ValueError("The optimizer holds none of the model's parameters and would train another model: call learn.create_opt().")
 
+
+def _random_state(learn):
+    "The state of all random number generators, as lists and tensors that `weights_only=True` loads"
+    res,rng = get_random_states(),getattr(learn.dls.train, 'rng', None)
+    kind,keys,*rest = res['numpy_state']
+    return {'all': {**res, 'numpy_state': (kind,keys.tolist(),*rest)}, 'shuffle': rng and rng.getstate()}
+
+@patch
+def _resume_random(self:DynamicMixedPrecision):
+    state,self._random = self._random,None
+    if not state or getattr(self.learn, 'skip_to_epoch', None) is None or self.epoch!=self.learn.skip_to_epoch._skip_to: return
+    state,shuffle = state['all'],state['shuffle']
+    cuda = [o.cpu() for o in state['torch_cuda_state']][:torch.cuda.device_count()]
+    set_random_states(**{**state, 'torch_state':state['torch_state'].cpu(), 'torch_cuda_state':cuda})
+    if shuffle and hasattr(self.dls.train, 'rng'): self.dls.train.rng.setstate(shuffle)
+
 @patch
 def before_train(self:DynamicMixedPrecision):
     self._epoch_start = len(self._steps)
+    self._resume_random()
     if self.epoch>0: return
     self._stuck = 0
     self.drop_step()
@@ -112,44 +131,59 @@ class _HalfCall:
         if self.learn.model is self: self.learn.model = self.model
     def __call__(self, *args, **kwargs):
         self.give_back()
-        with self.plan.forward_pass(): return self.model(*args, **kwargs)
+        with self.plan.forward_pass(until_backward=False): return self.model(*args, **kwargs)
 
+def _running(learn):
+    "The `DynamicMixedPrecision` that is at work in `learn`, if one is"
+    mp = learn.__dict__.get('mixed_precision')
+    return mp if isinstance(mp, DynamicMixedPrecision) and mp.run else None
+
+def _batch(learn, f):
+    "Run `f`, which works on one batch, its forward pass in half precision"
+    mp = _running(learn)
+    if mp is None: return f()
+    call = _HalfCall(learn, mp.ready())
+    try:
+        learn.model = call
+        f()
+    except CancelBatchException: # the gradients wait for more: `GradientAccumulation` does this all the time
+        if mp.step_norm is not None: torch._foreach_mul_(grad_values(grad_params(learn.opt)), mp.scaler.get_scale()) # unscaled already
+        raise
+    except BaseException:
+        if learn.training: mp.drop_step()
+        raise
+    finally: _surely(call.give_back)
+
+def _backward(learn, f):
+    "Run `f`, the backward pass, with norms in fp32 wherever it computes the forward pass again"
+    mp = _running(learn)
+    if mp is None: return f()
+    plan = mp.ready()
+    try:
+        plan.place()
+        f()
+    finally: _surely(plan.release)
+
+# %% ../nbs/05_callback.ipynb #7e8ca9ba
 def _fastais(cls, name):
     "The method as fastai has it, also if this module is loaded once more"
     f = getattr(cls, name)
     return getattr(f, 'fastais', f)
 
-_do_one_batch_fp32 = _fastais(Learner, '_do_one_batch')
+_with_events_fp32 = _fastais(Learner, '_with_events')
 
 @patch
-def _do_one_batch(self:Learner):
-    "fastai's own, the forward pass inside `half_forward` where a `DynamicMixedPrecision` runs"
-    mp = self.__dict__.get('mixed_precision')
-    if not (isinstance(mp, DynamicMixedPrecision) and mp.run): return _do_one_batch_fp32(self)
-    plan = mp.ready()
-    call = _HalfCall(self, plan)
-    try:
-        plan.graphs += 1 # the stand-ins of norms are needed in the backward pass, too
-        self.model = call
-        _do_one_batch_fp32(self)
-    except CancelBatchException: raise # goes on with the next batch; `GradientAccumulation` does this all the time
-    except BaseException:
-        if self.training: mp.drop_step()
-        raise
-    finally:
-        call.give_back()
-        plan.graphs -= 1
-        plan.release()
+def _with_events(self:Learner, f, event_type, ex, final=noop):
+    "fastai's own, which every part of a fit runs through; forward and backward pass as `DynamicMixedPrecision` wants them"
+    around = {'batch':_batch, 'backward':_backward}.get(event_type)
+    _with_events_fp32(self, partial(around, self, f) if around else f, event_type, ex, final)
 
-Learner._do_one_batch.fastais = _do_one_batch_fp32
+Learner._with_events.fastais = _with_events_fp32
 
-# %% ../nbs/05_callback.ipynb #7e8ca9ba
+# %% ../nbs/05_callback.ipynb #c39b9660
 @patch
 def before_batch(self:DynamicMixedPrecision):
-    self.step_norm = None
-    if self._no_loss_yet: # the average begins with this batch
-        self._smooth_loss().reset()
-        self._no_loss_yet = False
+    self.step_norm,self._skips = None,False
     if self.training and self._forward is None: self._noted = self.ready().note_buffers() # at the first of several accumulated batches
 
 @patch
@@ -163,21 +197,33 @@ def before_backward(self:DynamicMixedPrecision):
     loss = self.learn.loss_grad.float()
     finite = 0*loss.detach().sum()
     self._forward = finite if self._forward is None else self._forward+finite
-    smooth = self._smooth_loss()
-    if smooth is not None: # its value is on the CPU
-        so_far = float(smooth.val.numpy())/(1-smooth.beta**smooth.count) if smooth.count else 0.
-        self.learn.loss = torch.where(self.loss.isfinite(), self.loss, so_far)
+    if self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)) and not self.loss.isfinite().all(): self.learn.loss = self._loss_in_fp32()
     self.learn.loss_grad = self.scaler.scale(loss)
 
 @patch
-def _smooth_loss(self:DynamicMixedPrecision): return self.recorder.smooth_loss if hasattr(self.learn, 'recorder') else None
+def _loss_in_fp32(self:DynamicMixedPrecision):
+    "The loss that fp32 has for the batch at hand; random state and norm statistics are as before"
+    pred,plan,states = self.pred,self.ready(),get_random_states()
+    if isinstance(pred, Tensor) and pred.isfinite().all(): return self.loss # the loss function did it, in fp32
+    noted = plan.note_buffers()
+    own = [(d,n,d[n]) for d,n,_ in noted]
+    try:
+        for d,n,copy in noted: d[n] = copy # the backward pass wants the others as they are
+        with torch.no_grad():
+            self.learn.pred = plan.model(*self.xb)
+            self.learn('after_pred')
+            return self.learn.loss_func(self.pred, *self.yb)
+    finally:
+        self.learn.pred = pred
+        for d,n,o in own: d[n] = o
+        set_random_states(**states)
 
 # %% ../nbs/05_callback.ipynb #d26bdb84
 @patch
 def before_step(self:DynamicMixedPrecision):
     params = grad_params(self.opt)
-    if not params: return # the backward pass was cancelled
     scale,(noted,self._noted),(forward,self._forward) = self.scaler.get_scale(),(self._noted,None),(self._forward,None)
+    if not params: return # the backward pass was cancelled
     self.scaler.unscale_(SimpleNamespace(param_groups=[{'params': params}]))
     norm = get_total_norm(grad_values(params))
     if forward is not None: norm = torch.where(norm.isfinite(), norm, forward.to(norm.device)+math.inf)
@@ -186,18 +232,37 @@ def before_step(self:DynamicMixedPrecision):
     if math.isnan(norm): self.scaler.update(scale) # stay
     else: self.scaler.update(found_inf=overflow)
     self._steps.append((scale, overflow, norm))
-    if not overflow:
-        self.step_norm,self._stuck = norm,0
-        return
+    if overflow: self._skip(noted, math.isnan(norm))
+    self.scaler.climb()
+    self.step_norm,self._stuck = norm,0
+
+@patch
+def _skip(self:DynamicMixedPrecision, noted, forward):
     self.skipped += 1
-    smooth = self._smooth_loss()
-    self._no_loss_yet = math.isnan(norm) and smooth is not None and smooth.count==0
+    self._skips = True
+    self.opt.zero_grad() # also where a later callback cancels what fastai does after a step
     self.ready().restore_buffers(noted or [])
-    self._check_spiral(math.isnan(norm))
+    if forward and hasattr(self.learn.model, 'reset'): self.learn.model.reset()
+    self._check_spiral(forward)
     raise CancelStepException()
 
 @patch
 def after_step(self:DynamicMixedPrecision): pass # the scaler was updated in `before_step`
+
+# %% ../nbs/05_callback.ipynb #53cda839
+_no_loss = torch.finfo(torch.float32).max/2
+
+@patch
+def after_batch(self:DynamicMixedPrecision):
+    if not self.training or not hasattr(self.learn, 'recorder'): return
+    smooth,so_far = self.recorder.smooth_loss,_no_loss
+    if smooth.count: so_far = float(smooth.val.numpy())/(1-smooth.beta**smooth.count) # a tensor on the CPU
+    if smooth.count and so_far>_no_loss/2:
+        smooth.reset()
+        self.recorder.losses.clear()
+        self.recorder.lrs.clear()
+    skipped = self._skips and smooth.count and not hasattr(self.learn, 'lr_finder')
+    self.learn.loss = torch.full_like(self.loss, so_far) if skipped else torch.where(self.loss.isfinite(), self.loss, so_far)
 
 # %% ../nbs/05_callback.ipynb #767ac30a
 @patch
@@ -271,8 +336,7 @@ class _StepMetric(Metric):
     "A `Metric` of what `DynamicMixedPrecision` counted in this epoch's training; `None` without it"
     def reset(self): self.mp = None
     def accumulate(self, learn):
-        mp = learn.__dict__.get('mixed_precision')
-        if isinstance(mp, DynamicMixedPrecision): self.mp = mp
+        self.mp = _running(learn)
     @property
     def value(self): return None if getattr(self, 'mp', None) is None else self.of(self.mp, self.mp._steps[self.mp._epoch_start:])
 
@@ -291,36 +355,32 @@ class GradNorm(_StepMetric):
         return sum(norms)/len(norms) if norms else None
 
 # %% ../nbs/05_callback.ipynb #fab65fc7
-class _OptWithScaler:
-    "An optimizer and a scaler that are saved and loaded as one"
-    def __init__(self, opt, scaler): self.opt,self.scaler = opt,scaler
-    def state_dict(self): return {**self.opt.state_dict(), 'scaler': self.scaler.state_dict()}
+class _OptAndMore:
+    "What `opt` is while a checkpoint is saved or loaded: the optimizer, the scaler of `mp`, and the random state"
+    def __init__(self, opt, mp): self.opt,self.mp = opt,mp
+    def state_dict(self): return {**self.opt.state_dict(), 'scaler':self.mp.scaler.state_dict(), 'random':_random_state(self.mp.learn)}
     def load_state_dict(self, sd):
         sd = dict(sd)
-        scaler = sd.pop('scaler', None)
+        scaler,self.mp._random = sd.pop('scaler', None),sd.pop('random', None)
         self.opt.load_state_dict(sd)
-        if scaler: self.scaler.load_state_dict(scaler)
+        if scaler: self.mp.scaler.load_state_dict(scaler)
 
-@patch
-@contextmanager
-def _opt_with_scaler(self:Learner):
-    mp,opt = self.__dict__.get('mixed_precision'),self.opt
-    if isinstance(mp, DynamicMixedPrecision) and opt is not None: self.opt = _OptWithScaler(opt, mp.scaler)
-    try: yield
-    finally: self.opt = opt
-
-# %% ../nbs/05_callback.ipynb #06ea9c6c
-def _with_scaler(cls, name):
-    "Let `cls.name`, which saves or loads, see a `DynamicScaler` as a part of the optimizer"
+def _saves_more(cls, name):
+    "Let `cls.name`, which saves or loads, take an `_OptAndMore` for the optimizer where a `DynamicMixedPrecision` is at work"
     fastais = _fastais(cls, name)
     @functools.wraps(fastais)
     def f(self, *args, **kwargs):
+        mp = _running(self)
+        if mp is None: return fastais(self, *args, **kwargs)
         if name=='load' and self.opt is None: self.create_opt()
-        with self._opt_with_scaler(): res = fastais(self, *args, **kwargs)
-        mp = self.__dict__.get('mixed_precision')
-        if name=='load' and isinstance(mp, DynamicMixedPrecision): mp.drop_step() # of the weights before
-        return res
+        opt = self.opt
+        try:
+            if opt is not None: self.opt = _OptAndMore(opt, mp)
+            return fastais(self, *args, **kwargs)
+        finally:
+            self.opt = opt
+            if name=='load': mp.drop_step() # it belongs to the weights before
     f.fastais = fastais
     setattr(cls, name, f)
 
-for cls,name in ((Learner,'save'),(Learner,'load'),(TextLearner,'load')): _with_scaler(cls, name)
+for cls,name in ((Learner,'save'),(Learner,'load'),(TextLearner,'load')): _saves_more(cls, name)

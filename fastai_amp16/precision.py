@@ -80,7 +80,11 @@ def cast_floats(
     types:tuple=_half_types # What to cast; other dtypes are left alone
 ): # Like `o`: containers keep their types (named tuples, dict subclasses), tensors their subclass
     "Cast the tensors in `o` whose dtype is among `types`"
-    if isinstance(o, Tensor): return o.to(dtype) if o.dtype in types else o
+    if isinstance(o, Tensor):
+        if o.dtype not in types: return o
+        res = o.to(dtype)
+        if not torch.compiler.is_compiling(): res.__dict__.update(o.__dict__) # fastai's `SequentialEx` hangs the input of a block on a tensor
+        return res
     if isinstance(o, MutableMapping):
         res = copy.copy(o)
         for k,v in o.items(): res[k] = cast_floats(v, dtype, types)
@@ -120,17 +124,17 @@ def _cast_all(ts, dtype):
 class _HalfCopies(torch.autograd.Function):
     "Half-precision copies of fp32 masters, all by one multi-tensor copy; so are their gradients on the way back"
     @staticmethod
-    def forward(ctx, plan, *masters):
+    def forward(ctx, dtype, graph, *masters):
         ctx.set_materialize_grads(False)
-        ctx.graph = _Graph(plan)
-        return tuple(_cast_all(masters, plan.dtype))
+        ctx.graph = graph
+        return tuple(_cast_all(masters, dtype))
 
     @staticmethod
     def backward(ctx, *grads):
         some = [g for g in grads if g is not None]
         # a graph of the gradients themselves (`create_graph`) needs a cast that can be differentiated
         some = iter([g.float() for g in some] if torch.is_grad_enabled() else _cast_all(some, torch.float32))
-        return None,*(None if g is None else next(some) for g in grads)
+        return None,None,*(None if g is None else next(some) for g in grads)
 
 class _Graph:
     "Lives as long as a forward pass of `plan` or its autograd graph; with the last of them the stand-ins go"
@@ -221,19 +225,35 @@ class PrecisionPlan:
             o.placed = True
 
 # %% ../nbs/01_precision.ipynb #af8686fe
+def _surely(
+    f:callable # What to run; doing it twice must be the same as doing it once
+):
+    "Run `f`, and again if a Ctrl-C stopped it half-way"
+    try: f()
+    except BaseException:
+        f()
+        raise
+
 @patch
 @contextmanager
-def forward_pass(self:PrecisionPlan):
+def forward_pass(self:PrecisionPlan,
+    until_backward:bool=True # Keep the stand-ins in place as long as an autograd graph lives, for activation checkpoints to be recomputed?
+):
     "A context for one forward pass: autocast is on, half-precision copies of the weights are in place, norms and kept modules are in fp32"
-    slots = [(d,n,d[n]) for d,n in self.slots if d[n].dtype==torch.float32]
+    slots = [(d,n,d[n]) for d,n in self.slots if n in d and d[n].dtype==torch.float32]
     masters = dict.fromkeys(p for *_,p in slots) # tied weights have one copy, too
     graph = [p for p in masters if p.requires_grad]
     frozen = [p for p in masters if not p.requires_grad]
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    running = _Graph(self)
+    fastpath,autocast = torch.backends.mha.get_fastpath_enabled(),torch.is_autocast_enabled(self.device_type)
+    def put_back():
+        for d,n,p in slots: d[n] = p
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        torch.set_autocast_enabled(self.device_type, autocast)
+        if not until_backward: self.release()
+    running = _Graph(self) if until_backward else None
     try:
         self.place()
-        if graph: masters.update(zip(graph, _HalfCopies.apply(self, *graph)))
+        if graph: masters.update(zip(graph, _HalfCopies.apply(self.dtype, running, *graph)))
         if frozen: masters.update(zip(frozen, _cast_all([p.detach() for p in frozen], self.dtype)))
         for d,n,p in slots: d[n] = masters[p]
         torch.backends.mha.set_fastpath_enabled(False) # it takes weights and inputs of one dtype only, and does not know of autocast
@@ -242,8 +262,7 @@ def forward_pass(self:PrecisionPlan):
         self.release()
         raise
     finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
-        for d,n,p in slots: d[n] = p
+        _surely(put_back)
         del masters,running # nothing holds the copies any more but a graph that needs them
 
 # %% ../nbs/01_precision.ipynb #4b6ce135

@@ -53,6 +53,7 @@ class DynamicScaler(GradScaler):
         super().__init__(device, float(init_scale), growth_factor, backoff_factor, growth_interval, enabled)
         self.hysteresis,self.min_scale,self.max_scale,self.dynamic = hysteresis,min_scale,max_scale,dynamic
         self._tolerance = hysteresis # overflows until the scale backs off
+        self._before,self._floored = None,False # the scale before the present overflows, and whether they went on at the floor
 
     # torch fills its tensors from `_init_scale` and `_init_growth_tracker`: kept up to date, they are the scaler's memory on the host
     def get_scale(self) -> float:
@@ -71,7 +72,9 @@ def _next_scale(self:DynamicScaler, overflow):
     if overflow:
         self._init_growth_tracker = 0
         self._tolerance -= 1
+        self._before,self._floored = self._before or self._init_scale,self._init_scale<=self.min_scale
         return self._init_scale if self._tolerance>0 else c_float(self._init_scale*self._backoff_factor).value
+    if not self._floored: self._before = None
     self._init_growth_tracker += 1
     if self._init_growth_tracker<self._growth_interval: return self._init_scale
     self._init_growth_tracker,self._tolerance = 0,self.hysteresis
@@ -97,9 +100,18 @@ def update(self:DynamicScaler,
 
 # %% ../nbs/00_scaler.ipynb #4e88d3e8
 @patch
+def climb(self:DynamicScaler):
+    "After a healthy step: double a scale that overflows brought down to the floor and did not end there, until it is where it was before them"
+    if self._before is None: return
+    self._set_scale(min(self._init_scale*self._growth_factor, self._before))
+    if self._init_scale>=self._before: self._before = None
+
+# %% ../nbs/00_scaler.ipynb #13e7231d
+@patch
 def state_dict(self:DynamicScaler) -> dict:
-    "The state of `torch.amp.GradScaler`, and the overflows left until the scale backs off; empty where disabled"
-    return {**super(DynamicScaler, self).state_dict(), '_tolerance':self._tolerance} if self._enabled else {}
+    "The state of `torch.amp.GradScaler`, the overflows left until the scale backs off, and where it climbs to; empty where disabled"
+    own = {k: getattr(self, k) for k in ('_tolerance','_before','_floored')}
+    return {**super(DynamicScaler, self).state_dict(), **own} if self._enabled else {}
 
 @patch
 def load_state_dict(self:DynamicScaler,
@@ -109,4 +121,5 @@ def load_state_dict(self:DynamicScaler,
     if not (self._enabled and self.dynamic): return
     super(DynamicScaler, self).load_state_dict(state_dict)
     self._tolerance = min(state_dict.get('_tolerance', self.hysteresis), self.hysteresis)
+    self._before,self._floored = state_dict.get('_before'),state_dict.get('_floored', False)
     self._set_scale(self._init_scale)

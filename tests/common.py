@@ -1,0 +1,87 @@
+"A small learner, what makes it overflow or stops it, and what must hold of it"
+import math
+import pytest,torch
+from fastai.basics import Callback,DataLoader,DataLoaders,Learner,nn,set_seed
+from fastai_amp16.all import AdamW16
+
+both = pytest.mark.parametrize('to,dtype', [('to_fp16_dynamic',torch.float16), ('to_bf16_dynamic',torch.bfloat16)], ids=['fp16','bf16'])
+
+def mlp(bn=True): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16) if bn else nn.Identity(), nn.ReLU(), nn.Linear(16,1))
+
+def plain_mlp(): return mlp(bn=False)
+
+def mse(p, t): return nn.functional.mse_loss(p, t)/16 # small enough for a loss scale of 2**16
+
+class Items(list):
+    "A dataset that can be exported"
+    def new_empty(self): return Items()
+
+def learner(model=mlp, n=64, bs=16, scale=1., loss_func=None, opt_func=AdamW16, lr=1e-2, shuffle=True, **kwargs):
+    set_seed(0, reproducible=True)
+    x = torch.randn(n, 8)
+    y = scale*(x[:,:1]*x[:,1:2]+0.1)
+    dls = DataLoaders(DataLoader(Items(zip(x, y)), bs=bs, shuffle=shuffle), DataLoader(Items(zip(x[:16], y[:16])), bs=bs))
+    return Learner(dls, model if isinstance(model, nn.Module) else model(), loss_func or mse, opt_func, lr=lr, **kwargs)
+
+def fit(learn, n=2, lr=None, **kwargs):
+    with learn.no_bar(), learn.no_logging(): learn.fit(n, lr, **kwargs)
+    return learn
+
+def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
+
+def state(learn): return {k: v.clone() for k,v in learn.model.state_dict().items()}
+
+def equal(a, b): return all(torch.equal(x, y) for x,y in zip(a, b)) if isinstance(a, list) else all(torch.equal(v, b[k]) for k,v in a.items())
+
+def clean(learn):
+    "What must hold outside a forward pass"
+    assert not torch.is_autocast_enabled('cpu') and torch.backends.mha.get_fastpath_enabled()
+    assert isinstance(learn.model, nn.Module) and not any('forward' in m.__dict__ for m in learn.model.modules())
+    held = {id(p) for pg in learn.opt.param_lists for p in pg}
+    assert all(p.dtype==torch.float32 and id(p) in held for p in learn.model.parameters())
+
+class Poison(Callback):
+    "Makes the batches at `steps` overflow: in the forward pass by an infinite input, in the backward pass by a large gradient"
+    order = 5
+    def __init__(self, steps, where): self.steps,self.where,self.i = steps,where,-1
+    def before_batch(self):
+        if not self.training: return
+        self.i += 1
+        if self.i in self.steps and self.where=='forward': self.learn.xb = tuple(x*math.inf for x in self.xb)
+    def before_backward(self):
+        if self.i in self.steps and self.where=='backward': self.learn.loss_grad = self.learn.loss_grad*1e30
+
+class Watch(Callback):
+    "State before each batch and after it, and which events fired"
+    order = 99
+    def before_fit(self): self.changed,self.cancelled = [],[]
+    def snapshot(self):
+        s = {k: v.clone() for k,v in self.model.state_dict().items()}
+        s.update({(i,k): torch.as_tensor(v).clone() for i,o in enumerate(self.opt.state_dict()['state']) for k,v in o.items()})
+        return s
+    def before_batch(self):
+        if self.training: self.before = self.snapshot()
+    def after_cancel_step(self): self.cancelled.append(self.train_iter)
+    def after_batch(self):
+        if self.training:
+            now = self.snapshot()
+            self.changed.append([k for k in now if k not in self.before or not torch.equal(now[k], self.before[k])])
+
+class Raise(Callback):
+    "Raises `ex` when `event` comes for one of the times `at`, counted from 1, events of training batches only"
+    run_valid = False
+    def __init__(self, event, ex, at=(2,), order=0):
+        self.ex,self.at,self.order,self.times = ex,at,order,0
+        setattr(self, event, self.boom)
+    def boom(self, *args):
+        self.times += 1
+        if self.times in self.at: raise self.ex('now')
+
+class Detour(nn.Module):
+    "The identity, by way of numbers that fp16 cannot hold in those of its calls in training that are among `at`"
+    def __init__(self, at):
+        super().__init__()
+        self.at,self.i = set(at),-1
+    def forward(self, x):
+        if self.training: self.i += 1
+        return x*2.**20/2.**20 if self.training and self.i in self.at else x

@@ -1,0 +1,412 @@
+"Interrupts, cancelled steps, overflows: the same scenario in fp32 is the control"
+import copy,linecache,math,pickle,subprocess,sys,warnings
+from collections import Counter
+import fastai_amp16.callback,fastai_amp16.precision,fastai_amp16.scaler
+import fastai.basics
+import pytest,torch
+from fastai.basics import (Callback,CancelBatchException,CancelEpochException,CancelFitException,CancelTrainException,Learner,SGD,load_learner,nn,partial)
+from fastai.callback.all import GradientAccumulation,TerminateOnNaNCallback
+from fastai_amp16.all import FusedAdam
+from common import *
+
+# --- interrupts
+
+def unrelated():
+    "What a learner that has nothing to do with the others makes of its weights, in fp32 and in fp16"
+    return [p.tolist() for to in (Learner.to_fp32, Learner.to_fp16_dynamic) for p in weights(fit(to(learner(n=32)), 1))]
+
+@pytest.fixture(scope='module')
+def in_a_fresh_process():
+    code = "import conftest,json,test_faults; print(json.dumps(test_faults.unrelated()))"
+    return subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd='tests', capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+
+def train_loss(learn):
+    "The loss on the training set, in fp32, batch statistics and all"
+    xs,ys = map(torch.stack, zip(*learn.dls.train_ds))
+    with torch.no_grad(): return mse(copy.deepcopy(learn.model).train()(xs), ys).item()
+
+class Half(nn.Module):
+    "Runs a module, and fails there if told to: in its forward pass or, by a hook on its output, in its backward pass"
+    fail,backward = None,False
+    def __init__(self, m):
+        super().__init__()
+        self.m = m
+    def forward(self, x):
+        if self.fail and self.training and not self.backward: self.fail()
+        x = self.m(x)
+        if self.fail and self.training and self.backward: x.register_hook(self.fail)
+        return x
+
+class Deep(nn.Module):
+    "Modules in modules, and a checkpointed one, which runs again in the backward pass"
+    def __init__(self):
+        super().__init__()
+        self.inp,self.norm,self.kept = Half(nn.Linear(8,16)),Half(nn.LayerNorm(16)),Half(nn.Sequential(Half(nn.Linear(16,16)), nn.GroupNorm(2,16)))
+        self.again,self.out = Half(nn.Sequential(nn.Linear(16,16), nn.BatchNorm1d(16), nn.ReLU())),nn.Linear(16,1)
+    def forward(self, x):
+        x = self.kept(self.norm(self.inp(x)))
+        return self.out(torch.utils.checkpoint.checkpoint(self.again, x, use_reentrant=False))
+
+class FailingStep(FusedAdam):
+    "An optimizer that can be told to fail before a step"
+    fail = None
+    def step(self, closure=None):
+        if self.fail: self.fail()
+        super().step(closure)
+
+class Loss:
+    fail = None
+    def __call__(self, p, t):
+        if self.fail: self.fail()
+        return mse(p, t)
+
+events = [e for e in fastai.callback.core._events if e!='after_create' and 'cancel' not in e]
+sites = [*[(e, order) for e in events for order in (-30, 99)], *[(f'{n} {way}', 0) for n in ('inp','norm','kept','again','kept.m.0') for way in ('forward','backward')],
+         ('loss',0), ('optimizer',0)]
+interrupts = [KeyboardInterrupt, torch.OutOfMemoryError, ValueError]
+
+@pytest.mark.parametrize('ex', interrupts)
+@pytest.mark.parametrize('site,order', sites)
+def test_interrupts(ex, site, order, in_a_fresh_process, tmp_path):
+    import json
+    raising = Raise(site if site in events else 'before_fit', ex, {'before_fit':(1,), 'after_fit':(1,)}.get(site, (2,)), order)
+    def run(to):
+        raising.times = 0
+        learn = to(learner(Deep, n=32, loss_func=Loss(), opt_func=FailingStep, lr=0.1, path=tmp_path))
+        where = {'loss':learn.loss_func}.get(site)
+        if site=='optimizer':
+            learn.create_opt()
+            where = learn.opt
+        if ' ' in site:
+            where = learn.model.get_submodule(site.split()[0])
+            where.backward = site.endswith('backward')
+        if site in events: learn.add_cb(raising)
+        else: where.fail = raising.boom
+        with pytest.raises(ex, match='now'): fit(learn, 2)
+        assert raising.times==max(raising.at)
+        clean(learn)
+        learn.remove_cb(raising)
+        if where is not None: where.fail = None
+        pickle.loads(pickle.dumps((learn.model, learn)))
+        learn.export()
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            assert equal(weights(load_learner(tmp_path/'export.pkl')), weights(learn))
+        before = train_loss(learn)
+        fit(learn, 3)
+        clean(learn)
+        assert train_loss(learn)<before
+    run(Learner.to_fp32)
+    run(partial(Learner.to_fp16_dynamic, keep_fp32='kept'))
+    assert json.dumps(unrelated())==in_a_fresh_process
+
+class StopAtLine:
+    "Raises KeyboardInterrupt at the `k`-th line that runs in our modules, as a Ctrl-C may"
+    files = [m.__file__ for m in (fastai_amp16.callback, fastai_amp16.precision, fastai_amp16.scaler)]
+    def __init__(self, k): self.k,self.n,self.line = k,0,None
+    def __call__(self, frame, event, arg): return self.local if frame.f_code.co_filename in self.files else None
+    def local(self, frame, event, arg):
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event!='line' or line.endswith(('_surely(put_back)','_surely(plan.release)')): return self.local # the start of a `finally` cannot be guarded
+        self.n += 1
+        if self.n==self.k:
+            self.line = line
+            raise KeyboardInterrupt
+        return self.local
+
+def test_ctrl_c_at_any_line_of_ours():
+    k = 1
+    while True:
+        learn,stop = learner(n=32, cbs=Poison({1}, 'backward')).to_fp16_dynamic(),StopAtLine(k)
+        try:
+            sys.settrace(stop)
+            fit(learn, 1)
+        except KeyboardInterrupt: pass
+        finally: sys.settrace(None)
+        if stop.line is None: break
+        clean(learn)
+        pickle.loads(pickle.dumps(learn))
+        before = weights(learn)
+        fit(learn.remove_cb(Poison), 1)
+        assert not equal(before, weights(learn)), stop.line
+        k += 1 if k<50 else 7
+    assert k>500
+
+# --- cancelled by others
+
+cancels = [getattr(fastai.basics, f'Cancel{o}Exception') for o in ('Batch','Train','Valid','Epoch','Step','Backward','Fit')]
+
+class CountEvents(Callback):
+    order = 98
+    def __init__(self): self.n = Counter()
+for e in fastai.callback.core._events: setattr(CountEvents, e, lambda self, e=e: self.n.update([e]))
+
+@pytest.mark.parametrize('order', [-30, 8, 10.5, 99])
+@pytest.mark.parametrize('ex', cancels)
+def test_cancelled(ex, order):
+    "By any exception at any event: what happens then is what happens in fp32"
+    def run(to, event, poison):
+        at = (1,) if event.endswith('fit') else (2,) if event.endswith(('epoch','train','validate')) else (2,5)
+        count = CountEvents()
+        learn = to(learner(plain_mlp, shuffle=False, cbs=[Raise(event, ex, at, order), count, Poison(poison, 'backward')]))
+        try: fit(learn, 3)
+        except ex: count.n['raised'] += 1
+        return learn,count.n
+    for event in events:
+        (a,na),(b,nb) = run(Learner.to_fp32, event, ()),run(Learner.to_fp16_dynamic, event, ())
+        clean(b)
+        assert na==nb and b.mixed_precision.skipped==0, event
+        left = event in ('after_backward','before_step','after_step') and ex in (CancelTrainException,CancelEpochException)
+        if left: assert all(p.grad is None for p in b.model.parameters()) # fp32 steps what is left of such a batch in the next epoch
+        else:
+            for p,q in zip(weights(a), weights(b)): torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-3)
+        b,_ = run(Learner.to_fp16_dynamic, event, {0})
+        clean(b)
+        assert b.mixed_precision.skipped==b.mixed_precision.history.skipped.sum()==(event!='before_fit'), event
+
+def test_cancelled_after_a_skipped_step():
+    "Gradients that overflowed are not accumulated"
+    learn = fit(learner(cbs=[Raise('after_cancel_step', CancelBatchException, (1,)), Poison({1}, 'backward')]).to_fp16_dynamic(), 2)
+    assert learn.mixed_precision.history.skipped.tolist()==[False,True]+[False]*6
+
+def test_a_cancelled_batch_is_not_part_of_the_next_step():
+    class Stats(Callback):
+        def before_fit(self): self.seen = []
+        def after_batch(self):
+            if self.training: self.seen.append(self.model[1].num_batches_tracked.item())
+    def run(**kwargs):
+        stats = Stats()
+        fit(learner(**kwargs).add_cb(stats).to_fp16_dynamic(), 1)
+        return stats.seen
+    assert run(cbs=[Raise('after_loss', CancelBatchException, (1,)), Poison({1}, 'backward')])==[1,1,2,3]
+    assert run(cbs=[GradientAccumulation(16), Poison({3}, 'backward')], bs=8, shuffle=False)==[1,2,3,2,3,4,5,6] # all batches of a step
+
+def test_a_cancelled_backward_pass_does_not_count():
+    "Not even if its loss was not finite"
+    learn = fit(learner(cbs=[Raise('before_backward', fastai.basics.CancelBackwardException, (1,), 99), Poison({0}, 'forward')]).to_fp16_dynamic(), 1)
+    assert learn.mixed_precision.skipped==0 and len(learn.mixed_precision.history)==3
+
+# --- overflow
+
+@pytest.mark.parametrize('where', ['forward','backward'])
+def test_smoothed_loss_goes_on_as_if_the_skipped_batch_had_not_been(where):
+    def losses(steps):
+        learn = fit(learner(lr=0., cbs=[Poison(steps, where)], shuffle=False).to_fp16_dynamic(), 1)
+        return [o.item() for o in learn.recorder.losses]
+    plain,poisoned = losses(()),losses({1})
+    assert poisoned[0]==plain[0]==pytest.approx(poisoned[1], rel=1e-6)
+    own = [(plain[i]*(1-0.98**(i+1))-(plain[i-1]*0.98*(1-0.98**i) if i else 0))/0.02 for i in range(4)] # each batch's own loss
+    if where=='forward': assert losses({0,1})==pytest.approx([own[2], (own[3]*0.02+own[2]*0.02*0.98)/(1-0.98**2)], rel=1e-4)
+    else: assert losses({0})[0]==plain[0] # it is finite, and there is no other
+
+def test_an_epoch_without_a_loss_is_no_success():
+    learn = fit(learner(cbs=Poison(range(4), 'forward')).to_fp16_dynamic(), 2)
+    first,second = [v[0] for v in learn.recorder.values]
+    assert 1e30<first<math.inf and second<1
+    assert all(o.isfinite() for o in learn.recorder.losses) and len(learn.recorder.losses)==len(learn.recorder.lrs)==learn.recorder.iters[-1]==4
+
+def test_losses_of_accumulated_batches_are_true_and_finite():
+    "The overflow is in a batch before the one that steps"
+    def run(to, steps=()):
+        learn = to(learner(bs=8, cbs=[GradientAccumulation(16), Poison(steps, 'forward')], shuffle=False, lr=0.))
+        return fit(learn, 2)
+    fp32,fp16 = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
+    assert list(map(float, fp16.recorder.losses))==pytest.approx(list(map(float, fp32.recorder.losses)), rel=1e-3)
+    learn = run(Learner.to_fp16_dynamic, {0,4})
+    assert len(learn.mixed_precision.history)==8 and learn.mixed_precision.skipped==2 and all(0<v[0]<1 for v in learn.recorder.values)
+
+class BatchesOf(Callback):
+    order = 97
+    def before_fit(self): self.n = 0
+    def after_batch(self): self.n += self.training
+
+@pytest.mark.parametrize('acc', [None, 32])
+@pytest.mark.parametrize('to,dtype', [('to_fp32',None), ('to_fp16_dynamic',torch.float16), ('to_bf16_dynamic',torch.bfloat16)])
+@pytest.mark.parametrize('why', ['input','target','loss function','precision'])
+def test_terminate_on_nan(why, to, dtype, acc):
+    "As documented it ends a fit when the loss is NaN, as the loss is in fp32; what only half precision cannot hold is skipped"
+    calls = []
+    def loss_func(p, t):
+        calls.append(1)
+        return mse(p, t)*(math.nan if why=='loss function' and len(calls)==2 else 1)
+    class Target(Callback):
+        def before_batch(self):
+            if why=='target' and self.training and self.train_iter==1: self.learn.yb = (self.y*math.nan,)
+    batches = BatchesOf()
+    model = nn.Sequential(nn.Linear(8,8), nn.Dropout(0.5), Detour({1} if why=='precision' else ()), nn.BatchNorm1d(8), nn.Linear(8,1))
+    learn = learner(model, loss_func=loss_func, cbs=[TerminateOnNaNCallback(), batches, Target(), Poison({1} if why=='input' else (), 'forward')])
+    if acc: learn.add_cb(GradientAccumulation(acc))
+    fit(getattr(learn, to)(), 2)
+    assert batches.n==(8 if why=='precision' else 1)
+    if dtype:
+        assert all(b.isfinite().all() for b in state(learn).values()) and learn.mixed_precision.skipped==(why!='precision' or dtype==torch.float16)
+        clean(learn)
+
+def test_the_look_in_fp32_leaves_no_trace():
+    "With and without TerminateOnNaNCallback: dropout, weights and statistics are the same"
+    def run(cbs):
+        model = nn.Sequential(nn.Linear(8,8), Detour({1,2}), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8,1))
+        model[1].register_forward_pre_hook(lambda m,x: setattr(m, 'i', m.i-1) if m.training and not torch.is_autocast_enabled('cpu') else None)
+        return fit(learner(model, cbs=cbs).to_fp16_dynamic(), 2)
+    a,b = run(None),run(TerminateOnNaNCallback())
+    assert a.mixed_precision.skipped==b.mixed_precision.skipped==2 and equal(state(a), state(b))
+
+@both
+@pytest.mark.parametrize('where', ['forward','backward'])
+def test_persistent_overflow_then_health(where, to, dtype):
+    "Hundreds of bad batches cost time and nothing else: training ends no worse than fp32 that has not seen them, and the scale climbs back"
+    bad = range(50,350)
+    learn = getattr(learner(cbs=Poison(bad, where)), to)(on_spiral='warn')
+    with pytest.warns(UserWarning, match='in a row'): fit(learn, 135)
+    df = learn.mixed_precision.history
+    assert df.skipped.tolist()==[i in bad for i in range(540)]
+    assert df.loss_scale.between(learn.mixed_precision.scaler.min_scale, learn.mixed_precision.scaler.max_scale).all()
+    if dtype==torch.float16: assert df.loss_scale[350]==(2**16 if where=='forward' else 2**-14) and (df.loss_scale[380:]==2**16).all()
+    assert all(v.isfinite().all() for v in state(learn).values())
+    assert learn.recorder.values[-1][1]<1.1*fit(learner(), 60).recorder.values[-1][1]
+
+def test_a_hidden_state_that_overflowed_is_reset():
+    "fastai's recurrent models keep theirs from batch to batch"
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(8,8)
+            self.reset()
+        def reset(self): self.h = torch.zeros(8)
+        def forward(self, x):
+            y = self.lin(x)+self.h
+            self.h = y.detach().mean(0)
+            return y.mean(1, keepdim=True)
+    learn = fit(learner(Model, cbs=Poison({2}, 'forward')).to_fp16_dynamic(), 2)
+    assert learn.mixed_precision.history.skipped.tolist()==[i==2 for i in range(8)] and learn.model.h.isfinite().all()
+
+@pytest.mark.parametrize('where', ['forward','backward'])
+@both
+def test_a_skipped_step_changes_nothing(to, dtype, where):
+    steps = {0,2,3}
+    watch = Watch()
+    learn = fit(getattr(learner(cbs=[Poison(steps, where), watch]), to)(), 2)
+    mp = learn.mixed_precision
+    assert [i for i,c in enumerate(watch.changed) if not c]==sorted(steps) and all(len(c)>8 for i,c in enumerate(watch.changed) if i not in steps)
+    assert watch.cancelled==sorted(steps)
+    assert mp.skipped==3 and mp.history.skipped.tolist()==[i in steps for i in range(8)]
+    assert mp.history.grad_norm[mp.history.skipped].map(math.isnan if where=='forward' else math.isinf).all()
+    assert mp.history.grad_norm[~mp.history.skipped].gt(0).all()
+    if dtype==torch.float16: # what the forward pass did is no reason to lower the scale
+        assert mp.scaler.get_scale()==(2**16 if where=='forward' else 2**13)
+        assert mp.history.loss_scale.tolist()==([2**16]*8 if where=='forward' else [2**i for i in (16,15,15,14,13,13,13,13)])
+    losses = [o.item() for o in learn.recorder.losses]
+    assert all(map(math.isfinite, losses)) and learn.recorder.values[-1][0]>0
+    clean(learn)
+
+def test_meant_infinities_are_no_forward_overflow():
+    "Logits masked by -inf: what overflows beside them is the backward pass"
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(8,4)
+        def forward(self, x): return self.lin(x).masked_fill(torch.tensor([False,True,False,False]), -math.inf),torch.tensor(math.inf)
+    def loss(p, t): return nn.functional.cross_entropy(p[0], torch.zeros(len(p[0]), dtype=torch.long))*1e2
+    learn = fit(learner(Masked(), loss_func=loss).to_fp16_dynamic(), 3)
+    assert 0<learn.mixed_precision.skipped<12 and learn.mixed_precision.scaler.get_scale()<2**16
+
+def test_gradients_that_need_a_scale_below_one():
+    learn = fit(learner(plain_mlp, loss_func=lambda p,t: 1e6*(p-t).sum(), opt_func=partial(SGD, mom=0.), lr=1e-9, n=256).to_fp16_dynamic(), 2)
+    assert learn.mixed_precision.scaler.get_scale()<1 and not learn.mixed_precision.history.skipped.iloc[-1]
+
+@pytest.mark.parametrize('on_spiral', ['heal','warn','raise'])
+@pytest.mark.parametrize('where,kw', [('forward',{}), ('backward',dict(dynamic=False, init_scale=512.)), ('backward',dict(init_scale=1., min_scale=1.))])
+def test_spiral(on_spiral, where, kw):
+    learn = learner(cbs=Poison(range(2,99), where)).to_fp16_dynamic(on_spiral=on_spiral, patience=4, **kw)
+    if on_spiral=='raise':
+        with pytest.raises(FloatingPointError, match='4 steps in a row'): fit(learn, 5)
+        assert learn.mixed_precision.skipped==4
+    else:
+        with pytest.warns(UserWarning, match='4 steps in a row') as w: fit(learn, 5)
+        assert len([o for o in w if 'in a row' in str(o.message)])==1 and learn.mixed_precision.skipped==18
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+    clean(learn)
+
+def test_calibration_is_no_spiral():
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learn = learner(cbs=Poison(range(10), 'backward')).to_fp16_dynamic(on_spiral='raise')
+        fit(learn, 3)
+    assert learn.mixed_precision.skipped==10
+
+@pytest.mark.parametrize('where', ['forward','backward'])
+def test_overflow_in_one_of_several_accumulated_batches_drops_the_step(where):
+    watch = Watch()
+    learn = fit(learner(bs=8, cbs=[GradientAccumulation(16), Poison({2}, where), watch], shuffle=False).to_fp16_dynamic(), 1)
+    assert learn.mixed_precision.history.skipped.tolist()==[False,True,False,False]
+    stepped = [any('weight' in str(k) for k in c) for c in watch.changed]
+    assert stepped==[False,True,False,False,False,True,False,True]
+    assert learn.mixed_precision.scaler.get_scale()==(2**16 if where=='forward' else 2**15)
+    assert all(b.isfinite().all() for b in learn.model.buffers())
+
+@pytest.mark.parametrize('early', [False, True])
+def test_tail_of_accumulated_batches_does_not_enter_the_next_fit(early):
+    class Early(Callback):
+        "As EarlyStoppingCallback does"
+        def after_epoch(self): raise CancelFitException()
+    class First(Callback):
+        order = 20
+        def before_step(self):
+            self.learn.first_grads = [p.grad.clone() for p in self.model.parameters()]
+            raise CancelFitException()
+    a,b = [learner(plain_mlp, bs=8, cbs=GradientAccumulation(24), shuffle=False, lr=0.).to_fp16_dynamic() for _ in range(2)]
+    fit(a, 1+early, cbs=Early() if early else None) # 8 batches, 3 a step: two are left
+    if not early: assert all(p.grad is None for p in a.model.parameters())
+    for o in (a,b): fit(o, 1, cbs=First())
+    assert equal(a.first_grads, b.first_grads)
+
+def test_batch_that_the_model_cannot_be_called_with():
+    class Bad(Callback):
+        def before_batch(self): self.learn.xb = 5
+    learn = learner(cbs=Bad()).to_fp16_dynamic()
+    with pytest.raises(TypeError): fit(learn)
+    clean(learn)
+
+def test_interrupted_while_waiting_for_the_gradients(monkeypatch):
+    "Between the unscaling of the gradients and the update of the scale"
+    learn = learner().to_fp16_dynamic()
+    unscale = torch.amp.GradScaler.unscale_
+    def interrupt(self, opt):
+        unscale(self, opt)
+        raise KeyboardInterrupt
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(torch.amp.GradScaler, 'unscale_', interrupt)
+        fit(learn)
+    clean(learn)
+    pickle.loads(pickle.dumps(learn.mixed_precision.scaler))
+    fit(learn, 1)
+    assert len(learn.mixed_precision.history)==4
+
+@pytest.mark.parametrize('e', [CancelFitException, KeyboardInterrupt])
+@pytest.mark.parametrize('event', ['after_backward','before_step'])
+def test_scaled_gradients_never_enter_another_fit(e, event):
+    class Stop(Callback):
+        def stop(self): raise e()
+    stop = Stop()
+    setattr(stop, event, stop.stop)
+    learn = learner(plain_mlp, opt_func=SGD, cbs=stop).to_fp16_dynamic()
+    if e is CancelFitException: fit(learn, 1)
+    else:
+        with pytest.raises(e): fit(learn, 1)
+    before = weights(learn)
+    fit(learn.to_fp32().remove_cb(stop), 1)
+    assert max((a-b).abs().max() for a,b in zip(before, weights(learn)))<0.1
+
+def test_norm_statistics_noted_in_an_interrupted_fit_are_forgotten():
+    class Stop(Callback):
+        def after_backward(self): raise KeyboardInterrupt
+    class Mean(Callback):
+        def after_batch(self):
+            if self.training: self.seen.append(self.model[1].running_mean.mean().item())
+    stop,mean = Stop(),Mean()
+    mean.seen = []
+    learn = learner(cbs=stop).to_fp16_dynamic()
+    with pytest.raises(KeyboardInterrupt): fit(learn)
+    learn.model[1].running_mean.fill_(5.)
+    fit(learn.remove_cb(stop), 1, cbs=[Poison({0}, 'backward'), mean])
+    assert mean.seen[0]==5 and mean.seen[1]!=5
