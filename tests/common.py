@@ -38,13 +38,15 @@ def clean(learn):
     assert not torch.is_autocast_enabled('cpu') and torch.backends.mha.get_fastpath_enabled()
     assert isinstance(learn.model, nn.Module) and not any('forward' in m.__dict__ for m in learn.model.modules())
     held = {id(p) for pg in learn.opt.param_lists for p in pg}
-    assert all(p.dtype==torch.float32 and id(p) in held for p in learn.model.parameters())
+    assert all(p.dtype in (torch.float32,torch.float64) and (id(p) in held or not p.requires_grad) for p in learn.model.parameters())
 
 class Poison(Callback):
-    "Makes the batches at `steps` overflow: in the forward pass by an infinite input, in the backward pass by a large gradient"
+    "Makes the batches at `steps` overflow: in the forward pass by an infinite input, in the backward pass by a large gradient, or in fp16 only, in each `Detour`"
     order = 5
     def __init__(self, steps, where): self.steps,self.where,self.i = steps,where,-1
     def before_batch(self):
+        for m in self.model.modules():
+            if isinstance(m, Detour): m.on = self.training and self.where=='precision' and self.i+1 in self.steps
         if not self.training: return
         self.i += 1
         if self.i in self.steps and self.where=='forward': self.learn.xb = tuple(x*math.inf for x in self.xb)
@@ -78,10 +80,6 @@ class Raise(Callback):
         if self.times in self.at: raise self.ex('now')
 
 class Detour(nn.Module):
-    "The identity, by way of numbers that fp16 cannot hold in those of its calls in training that are among `at`"
-    def __init__(self, at):
-        super().__init__()
-        self.at,self.i = set(at),-1
-    def forward(self, x):
-        if self.training: self.i += 1
-        return x*2.**20/2.**20 if self.training and self.i in self.at else x
+    "The identity; where `on`, by way of numbers that fp16 cannot hold"
+    on = False
+    def forward(self, x): return x*2.**20/2.**20 if self.on else x

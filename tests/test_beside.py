@@ -1,10 +1,16 @@
 "Beside other callbacks, optimizers and models of all shapes, in any order"
 import copy,math
 from collections import namedtuple
+import pandas as pd
 import pytest,torch
-from fastai.basics import (Callback,Learner,SGD,nn,partial,tensor)
-from fastai.callback.all import FetchPredsCallback,GradientAccumulation,GradientClip,MixedPrecision
-from fastai_amp16.all import (DynamicMixedPrecision,GradientNormClip,half_forward)
+from fastai.basics import Callback,accuracy,DataLoaders,Learner,SGD,TensorBase,TensorImage,nn,partial,set_seed,tensor
+from fastai.layers import MergeLayer,SequentialEx
+from fastai.losses import CrossEntropyLossFlat
+from fastai.callback.all import (ActivationStats,BnFreeze,CSVLogger,ChannelsLast,CutMix,EarlyStoppingCallback,FetchPredsCallback,GradientAccumulation,GradientClip,
+                                 MixUp,MixedPrecision,ReduceLROnPlateau,SaveModelCallback,ShowGraphCallback,rnn_cbs)
+from fastai_amp16.all import AdamW16,DynamicMixedPrecision,GradientNormClip,LossScale,SkippedSteps,half_forward
+from fastai_amp16.demo import digits_dls
+from test_fits import Encoder
 from common import *
 
 def test_fine_tune_keeps_the_scale_and_frozen_layers():
@@ -146,3 +152,263 @@ def test_from_fp16_to_bf16_to_fp32_between_fits():
     fit(learn.to_fp32(), 1)
     assert not equal(before, weights(learn))
     clean(learn)
+
+# --- models of all shapes
+
+class Net(nn.Module):
+    "A body, and what makes a model special around it"
+    def __init__(self, **modules):
+        super().__init__()
+        self.body,self.head = mlp()[:3],nn.Linear(16,1)
+        for k,v in modules.items(): setattr(self, k, v)
+    def forward(self, x): return self.head(self.body(x))
+
+class TwoInputs(Net):
+    def forward(self, x, cat): return super().forward(x+self.emb(cat).sum(1))
+
+class Tied(Net):
+    "Auto-encoder whose decoder is the encoder's weight, and one weight in two modules"
+    def __init__(self):
+        super().__init__(back=nn.Linear(16,16), again=nn.Linear(16,16))
+        self.again.weight = self.back.weight
+    def forward(self, x):
+        x = self.again(self.back(self.body(x)).relu())
+        return (x@self.body[0].weight).mean(1, keepdim=True)+self.head(x)
+
+class Direct(Net):
+    "Calls `forward` itself, so that no hook runs"
+    def forward(self, x): return self.head.forward(self.norm.forward(self.body.forward(x)))
+
+class Buffers(Net):
+    "Buffers that are not fp32"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('wide', torch.linspace(0, 1, 8, dtype=torch.float64))
+        self.register_buffer('rot', torch.polar(torch.ones(4), torch.linspace(0, 1, 4)))
+    def forward(self, x):
+        x = torch.view_as_real(torch.view_as_complex(x.float().reshape(-1,4,2))*self.rot).flatten(1)
+        return super().forward((x.double()*(1+self.wide)).float())
+
+class Wide(Net):
+    "A part computes in float64"
+    def forward(self, x): return self.head(self.fine(self.body(x).double()).float())
+
+class Attention(Net):
+    def forward(self, x):
+        x = self.inp(x[...,None])
+        x = self.attn(x, x, x, need_weights=False)[0]+x
+        return self.out(self.ln(x)).mean(1)
+
+class Counting(Net):
+    "Integer input: counts of eight words"
+    def forward(self, x): return self.head(self.body(self.emb(x.abs().mul(2).long().clamp(max=7)).mean(1)))
+
+class Checkpointed(Net):
+    "Runs its norms again in the backward pass"
+    def forward(self, x): return self.head(torch.utils.checkpoint.checkpoint(self.body, self.inp(x), use_reentrant=self.reentrant))
+
+class Param(Net):
+    "A bare parameter in a product, a scalar one, and one that is not used"
+    def __init__(self):
+        super().__init__()
+        self.w,self.s,self.unused = nn.Parameter(torch.randn(16,16)/4),nn.Parameter(torch.tensor(1.)),nn.Parameter(torch.ones(3))
+    def forward(self, x): return self.head((self.body(x)@self.w)*self.s)
+
+def parametrized():
+    net = Net()
+    nn.utils.parametrizations.weight_norm(net.head)
+    nn.utils.parametrizations.spectral_norm(net.body[0])
+    return net
+
+def ws_conv(): return nn.Sequential(nn.Unflatten(1, (1,8)), nn.Conv1d(1,8,3), nn.GroupNorm(2,8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(1))
+def unet_block(): return nn.Sequential(SequentialEx(nn.Linear(8,8), nn.BatchNorm1d(8), nn.ReLU(), MergeLayer()), SequentialEx(nn.Linear(8,8), MergeLayer(dense=True)), nn.Linear(16,1))
+
+shapes = {'tied':Tied, 'direct':lambda: Direct(norm=nn.LayerNorm(16)), 'buffers':Buffers, 'float64':lambda: Wide(fine=nn.Linear(16,16).double()),
+    'attention':lambda: Attention(inp=nn.Linear(1,8), attn=nn.MultiheadAttention(8,2,batch_first=True), ln=nn.LayerNorm(8), out=nn.Linear(8,1)),
+    'integers':lambda: Counting(emb=nn.Embedding(8,8)), 'checkpointed':lambda: Checkpointed(reentrant=False, inp=nn.Linear(8,8)), 'reentrant':lambda: Checkpointed(reentrant=True, inp=nn.Linear(8,8)),
+    'parameters':Param, 'parametrized':parametrized, 'lazy':ws_conv,
+    'fastai':unet_block, 'frozen norm':lambda: Net(body=nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16).eval().requires_grad_(False), nn.ReLU()))}
+
+def like_fp32(a, b, rtol=3e-2, atol=5e-3):
+    "Both learners saw the same losses and came to the same weights"
+    assert len(a.recorder.losses)==len(b.recorder.losses)
+    torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=rtol, atol=1e-4)
+    for (k,v),w in zip(state(a).items(), state(b).values()):
+        if v.is_floating_point(): torch.testing.assert_close(w, v, rtol=rtol, atol=atol, msg=lambda m, k=k: f'{k}: {m}')
+
+@both
+@pytest.mark.parametrize('name', list(shapes))
+def test_models_of_all_shapes(name, to, dtype):
+    def run(to):
+        learn = learner(n=16, opt_func=partial(SGD, mom=0.9), lr=0.05, shuffle=False)
+        set_seed(1)
+        learn.model = shapes[name]()
+        if name=='lazy': learn.model(torch.zeros(2,8))
+        return fit(to(learn), 6)
+    a,b = run(Learner.to_fp32),run(getattr(Learner, to))
+    clean(b)
+    assert b.mixed_precision.skipped==0 and len(b.mixed_precision.history)==6
+    like_fp32(a, b, rtol=3e-2 if dtype==torch.float16 else 0.1, atol=5e-3 if dtype==torch.float16 else 2e-2)
+
+@pytest.mark.parametrize('which', ['MergeLayer','everything','inner'])
+def test_fastais_merge_layers_kept_in_fp32(which):
+    "They look for the input of their block on the tensor they get"
+    keep = {'MergeLayer':MergeLayer, 'everything':nn.Module, 'inner':'0.layers.1'}[which]
+    a,b = [fit(to(learner(unet_block, shuffle=False)), 2) for to in (Learner.to_fp32, partial(Learner.to_fp16_dynamic, keep_fp32=keep))]
+    like_fp32(a, b)
+
+@both
+def test_several_inputs_and_outputs_in_a_dict(to, dtype):
+    def run(to):
+        set_seed(0, reproducible=True)
+        x,c = torch.randn(64,8),torch.randint(0, 5, (64,3))
+        dls = DataLoaders.from_dsets(Items(zip(x, c, x[:,:1])), Items(zip(x, c, x[:,:1])), bs=16, shuffle=False, device='cpu')
+        dls.n_inp = 2
+        learn = Learner(dls, TwoInputs(emb=nn.Embedding(5,8)), mse, AdamW16, lr=1e-2)
+        return fit(to(learn), 2)
+    like_fp32(run(Learner.to_fp32), run(getattr(Learner, to)), rtol=0.1, atol=2e-2)
+
+@both
+def test_tensor_subclasses(to, dtype):
+    "Their type reaches the loss, and their methods survive"
+    kinds = []
+    class Loss:
+        def __call__(self, p, t):
+            kinds.append((type(p), p.dtype, type(t)))
+            return mse(p, t)
+    class Typed(Callback):
+        order = 9.5 # fastai's CastToTensor makes them plain at 9
+        def before_batch(self): self.learn.xb,self.learn.yb = (TensorImage(self.x),),(TensorBase(self.y),)
+    a,b = [fit(to(learner(mlp, loss_func=Loss(), cbs=Typed(), shuffle=False)), 2) for to in (Learner.to_fp32, getattr(Learner, to))]
+    assert set(kinds)=={(TensorImage, torch.float32, TensorBase)}
+    like_fp32(a, b, rtol=0.1, atol=2e-2)
+
+# --- beside other callbacks
+
+def conv_net(): return nn.Sequential(nn.Conv2d(1,8,3,2,1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128,10))
+
+def digits(to, cbs=None, model=conv_net, n=64, **kwargs):
+    "A learner of scikit-learn's digits, some of them"
+    set_seed(0, reproducible=True)
+    train,valid = (Items([dl.dataset[i] for i in range(m)]) for dl,m in zip(digits_dls().loaders, (n,32)))
+    dls = DataLoaders.from_dsets(train, valid, bs=16, device='cpu')
+    return to(Learner(dls, model(), CrossEntropyLossFlat(), AdamW16, lr=1e-2, metrics=accuracy, cbs=cbs, **kwargs))
+
+@both
+@pytest.mark.parametrize('mix', [MixUp, CutMix])
+def test_mixed_up_samples(mix, to, dtype):
+    a,b = [fit(digits(to, mix(0.4)), 2) for to in (Learner.to_fp32, getattr(Learner, to))]
+    like_fp32(a, b, atol=2e-2 if dtype==torch.float16 else 5e-2)
+    assert isinstance(b.loss_func, CrossEntropyLossFlat) and fit(digits(Learner.to_fp32), 2).recorder.losses!=a.recorder.losses
+
+@both
+def test_frozen_batch_norms_keep_their_statistics(to, dtype):
+    def run(to):
+        learn = digits(to, BnFreeze())
+        learn.model[1].requires_grad_(False)
+        before = learn.model[1].running_mean.clone()
+        fit(learn, 1)
+        assert torch.equal(before, learn.model[1].running_mean)
+        return learn
+    like_fp32(run(Learner.to_fp32), run(getattr(Learner, to)), atol=2e-2)
+
+@both
+def test_channels_last(to, dtype):
+    learn = fit(digits(getattr(Learner, to), ChannelsLast()), 1)
+    assert learn.model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    like_fp32(fit(digits(Learner.to_fp32), 1), learn, atol=2e-2)
+
+@both
+def test_activation_stats(to, dtype):
+    a,b = [fit(digits(to, ActivationStats(with_hist=True)), 1) for to in (Learner.to_fp32, getattr(Learner, to))]
+    for i in range(len(a.activation_stats.stats[0])):
+        for x,y in zip(a.activation_stats.layer_stats(i), b.activation_stats.layer_stats(i)): assert list(y)==pytest.approx(list(x), rel=3e-2, abs=3e-2)
+        assert a.activation_stats.hist(i).shape==b.activation_stats.hist(i).shape
+    assert not any(m._forward_hooks for m in b.model.modules())
+
+def test_recurrent_callbacks():
+    "ModelResetter, RNNCallback and RNNRegularizer with fastai's AWD-LSTM, whose weights are new tensors in every forward pass"
+    from fastai.text.models.awdlstm import AWD_LSTM
+    from fastai.text.models.core import LinearDecoder,SequentialRNN
+    def run(to):
+        set_seed(0, reproducible=True)
+        x = torch.randint(0, 20, (48,7))
+        model = SequentialRNN(AWD_LSTM(20, 8, 8, 2), LinearDecoder(20, 8, 0.1, bias=True))
+        dls = DataLoaders.from_dsets(Items(zip(x[:,:6], x[:,1:])), Items(zip(x[:,:6], x[:,1:])), bs=16, shuffle=False, drop_last=True, device='cpu')
+        learn = to(Learner(dls, model, CrossEntropyLossFlat(), AdamW16, lr=1e-2, cbs=rnn_cbs(alpha=2, beta=1), moms=(0.8,0.7,0.8)))
+        return fit(learn, 2)
+    a = run(Learner.to_fp32)
+    for to in (Learner.to_fp16_dynamic, Learner.to_bf16_dynamic):
+        b = run(to)
+        like_fp32(a, b, rtol=0.1, atol=2e-2)
+        assert all((h==0).all() for hc in b.model[0].hidden for h in hc) # reset after the fit
+        clean(b)
+
+def test_loggers(tmp_path, capsys):
+    "CSVLogger and ShowGraphCallback, progress bars on: what the table shows is logged"
+    learn = digits(Learner.to_fp16_dynamic, [CSVLogger(), ShowGraphCallback(), Poison({0}, 'forward')], path=tmp_path)
+    learn.recorder.train_metrics = False
+    learn.metrics = [accuracy, LossScale(), SkippedSteps()]
+    learn.fit(2)
+    log = pd.read_csv(tmp_path/'history.csv')
+    assert list(log.columns)==list(learn.recorder.metric_names) and log.skipped_steps.tolist()==[1,0] and log.loss_scale.tolist()==[2**16]*2
+    assert log.train_loss.tolist()==pytest.approx([v[0] for v in learn.recorder.values], rel=1e-4) and log.train_loss.between(0, 10).all()
+    assert learn.show_graph.nb_batches==[4,8]
+
+def test_tensorboard(tmp_path):
+    from fastai.callback.tensorboard import TensorBoardCallback
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    with pytest.raises(Exception, match='mixed precision'): fit(digits(Learner.to_fp16_dynamic, TensorBoardCallback(tmp_path/'no')), 1) # as documented
+    learn = digits(Learner.to_fp16_dynamic, [TensorBoardCallback(tmp_path/'log', trace_model=False, log_preds=False), Poison({1}, 'backward')])
+    learn.metrics = SkippedSteps()
+    fit(learn, 2)
+    log = EventAccumulator(str(tmp_path/'log')).Reload()
+    assert [o.value for o in log.Scalars('skipped_steps')]==[1,0] and all(math.isfinite(o.value) for o in log.Scalars('train_loss'))
+
+@pytest.mark.parametrize('cb', [SaveModelCallback, partial(EarlyStoppingCallback, patience=1), partial(ReduceLROnPlateau, patience=0)])
+def test_trackers(cb, tmp_path, capsys):
+    "They see the losses that fp32 sees, and decide alike"
+    class Worse(Callback):
+        "From the second epoch on the model gets worse"
+        order = 55
+        def after_train(self):
+            if self.epoch>0: self.model[-1].bias.data += torch.arange(10.)
+    def run(to):
+        learn = digits(to, [cb(), Worse()], path=tmp_path)
+        return fit(learn, 4),[v[1] for v in learn.recorder.values]
+    (a,la),(b,lb) = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
+    assert len(la)==len(lb) and a.opt.hypers[-1]['lr']==b.opt.hypers[-1]['lr']
+    assert lb==pytest.approx(la, rel=0.1)
+    with b.no_bar(), b.no_logging():
+        if cb is SaveModelCallback: assert b.validate()[0]==lb[0] # the best is back
+
+# --- lr_find
+
+lr_models = {'regression':lambda: learner(n=512, bs=64), 'images':lambda: Learner(digits_dls(), conv_net(), CrossEntropyLossFlat(), AdamW16),
+             'transformer':lambda: Learner(digits_dls(), Encoder(), CrossEntropyLossFlat(), AdamW16)}
+
+@pytest.mark.parametrize('name', list(lr_models))
+def test_lr_find_suggests_what_it_suggests_in_fp32(name, tmp_path):
+    "Also where half precision overflows: until the scale is found, and in single batches"
+    def suggest(to, *cbs):
+        set_seed(0, reproducible=True)
+        learn = lr_models[name]()
+        learn.path,learn.model = tmp_path,nn.Sequential(Detour(), learn.model)
+        to(learn).add_cbs(cbs)
+        before = state(learn)
+        with learn.no_bar(): lr = learn.lr_find(show_plot=False).valley
+        assert equal(before, state(learn)) and all(o.isfinite() for o in learn.recorder.losses)
+        clean(learn)
+        return lr
+    fp32 = suggest(Learner.to_fp32)
+    for cbs in ((), [Poison(range(8), 'backward')], [Poison({0,30,31}, 'precision')], [Poison({0,30}, 'forward')]):
+        assert fp32/2<=suggest(Learner.to_fp16_dynamic, *cbs)<=fp32*2
+
+def test_lr_find_ends_where_the_loss_explodes(tmp_path):
+    "In fp16 it overflows there; the loss that fp32 has ends the search"
+    def run(to):
+        learn = to(learner(n=512, bs=64, opt_func=partial(SGD, mom=0.), path=tmp_path, loss_func=nn.MSELoss()))
+        with learn.no_bar(): learn.lr_find(end_lr=1e4, show_plot=False)
+        return learn
+    a,b = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
+    assert len(a.recorder.losses)<100 and abs(len(a.recorder.losses)-len(b.recorder.losses))<=3
