@@ -3,12 +3,12 @@ import copy,math
 from collections import namedtuple
 import pandas as pd
 import pytest,torch
-from fastai.basics import Callback,accuracy,DataLoaders,Learner,SGD,TensorBase,TensorImage,nn,partial,set_seed,tensor
+from fastai.basics import Adam,Callback,CancelStepException,DataLoaders,Learner,OptimWrapper,SGD,accuracy,ranger,TensorBase,TensorImage,nn,partial,set_seed,tensor
 from fastai.layers import MergeLayer,SequentialEx
 from fastai.losses import CrossEntropyLossFlat
 from fastai.callback.all import (ActivationStats,BnFreeze,CSVLogger,ChannelsLast,CutMix,EarlyStoppingCallback,FetchPredsCallback,GradientAccumulation,GradientClip,
                                  MixUp,MixedPrecision,ReduceLROnPlateau,SaveModelCallback,ShowGraphCallback,rnn_cbs)
-from fastai_amp16.all import AdamW16,DynamicMixedPrecision,GradientNormClip,LossScale,SkippedSteps,half_forward
+from fastai_amp16.all import AdamW16,DynamicMixedPrecision,GradientNormClip,LossScale,SkippedSteps,half_forward,ranger16
 from fastai_amp16.demo import digits_dls
 from test_fits import Encoder
 from common import *
@@ -133,11 +133,31 @@ def test_only_one_runs(monkeypatch):
     for make in (lambda l: l.to_fp16_dynamic().to_fp16_dynamic(), lambda l: l.to_fp16().to_fp16_dynamic(), lambda l: l.to_fp16_dynamic().to_fp16(),
                  lambda l: l.to_bf16_dynamic().to_fp16_dynamic(), lambda l: l.to_fp16_dynamic().to_channelslast(), lambda l: l.to_channelslast().to_fp16_dynamic(),
                  lambda l: l.to_non_native_fp16().to_fp16_dynamic() if torch.backends.cudnn.enabled else l.to_fp16_dynamic(),
+                 lambda l: l.to_bf16().to_fp16_dynamic(), lambda l: l.to_fp16_dynamic().to_bf16(), lambda l: l.to_fp16().add_cb(DynamicMixedPrecision()),
                  lambda l: l.add_cbs([DynamicMixedPrecision(), DynamicMixedPrecision()])):
         learn = make(learner())
         who, = running(learn)
         assert type(who) is DynamicMixedPrecision and learn.mixed_precision is who and len(who.history)==4
         assert not learn.to_fp32()._grab_cbs(MixedPrecision) and not hasattr(learn, 'mixed_precision') and running(learn)==[]
+
+@pytest.mark.parametrize('first', [True, False])
+def test_distributed_trainer(first, monkeypatch):
+    "In one process: Accelerate's `prepare` wraps models in a DistributedDataParallel only if there are several, so it is replaced; and fastai broadcasts on CUDA only"
+    from fastai.distributed import DistributedDL
+    monkeypatch.setenv('WORLD_SIZE', '1')
+    monkeypatch.setattr(DistributedDL, '_broadcast', lambda self, t, rank: list(t))
+    torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        learn = learner(shuffle=False)
+        if first: learn.to_fp16_dynamic()
+        learn.to_distributed(sync_bn=False, cpu=True)
+        if not first: learn.to_fp16_dynamic()
+        learn.distributed_trainer.accelerator.prepare = nn.parallel.DistributedDataParallel
+        who, = running(learn)
+        assert who is learn.mixed_precision and len(who.history)==4
+        clean(learn)
+        like_fp32(fit(learner(shuffle=False), 1), learn)
+    finally: torch.distributed.destroy_process_group()
 
 def test_as_callbacks_of_a_learner():
     learn = learner(cbs=[DynamicMixedPrecision(keep_fp32=nn.Linear), GradientNormClip(1.)])
@@ -152,6 +172,46 @@ def test_from_fp16_to_bf16_to_fp32_between_fits():
     fit(learn.to_fp32(), 1)
     assert not equal(before, weights(learn))
     clean(learn)
+
+# --- optimizers and parameter groups
+
+def three_groups(): return nn.Sequential(nn.Sequential(nn.Linear(8,16), nn.GroupNorm(2,16), nn.ReLU()), nn.Sequential(nn.Linear(16,16), nn.LayerNorm(16), nn.ReLU()), nn.Linear(16,1))
+def split(m): return [list(o.parameters()) for o in m]
+
+opt_funcs = {'AdamW16':AdamW16, 'Adam':Adam, 'SGD':partial(SGD, mom=0.9), 'ranger':ranger, 'ranger16':ranger16, 'torch AdamW':partial(OptimWrapper, opt=torch.optim.AdamW),
+    'torch fused AdamW':partial(OptimWrapper, opt=torch.optim.AdamW, fused=True), 'torch SGD':partial(OptimWrapper, opt=torch.optim.SGD, momentum=0.9),
+    'torch fused SGD':partial(OptimWrapper, opt=torch.optim.SGD, momentum=0.9, fused=True)}
+
+class SkipFirst(Callback):
+    order = 20
+    def before_step(self):
+        if self.train_iter==0: raise CancelStepException()
+
+class PoisonFirst(Callback):
+    def before_backward(self):
+        if self.train_iter==0: self.learn.loss_grad = self.learn.loss_grad*1e30
+
+@pytest.mark.parametrize('skip', [False, True], ids=['','first step skipped'])
+@pytest.mark.parametrize('name', list(opt_funcs))
+def test_optimizers_and_groups(name, skip):
+    "Freeze, unfreeze, slices of learning rates, a new optimizer: as in fp32, where a first step that is skipped leaves nothing behind"
+    def run(to, cb):
+        learn = to(learner(three_groups, opt_func=opt_funcs[name], lr=1e-3, splitter=split, shuffle=False, cbs=cb if skip else None))
+        learn.freeze()
+        fit(learn, 1)
+        learn.unfreeze()
+        fit(learn, 1, slice(1e-4,1e-2))
+        learn.freeze_to(1)
+        fit(learn, 1, slice(1e-3), wd=0.1)
+        old = learn.opt
+        fit(learn, 1, 1e-3, reset_opt=True)
+        assert learn.opt is not old
+        with learn.no_bar(), learn.no_logging(): learn.fine_tune(1, 1e-2)
+        return learn
+    a,b = run(Learner.to_fp32, SkipFirst()),run(Learner.to_fp16_dynamic, PoisonFirst())
+    assert b.mixed_precision.skipped==6*skip and b.mixed_precision.scaler.get_scale()==2.**(16-6*skip)
+    clean(b)
+    like_fp32(a, b, rtol=5e-2)
 
 # --- models of all shapes
 

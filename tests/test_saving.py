@@ -1,9 +1,10 @@
 "Checkpoints and exported learners, resumed and read elsewhere"
-import pickle,warnings
+import os,pickle,random,signal,subprocess,sys,warnings
+import numpy as np
 import pytest,torch
-from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,Learner,OptimWrapper,
+from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,L,Learner,OptimWrapper,
                            load_learner,nn,partial,set_seed)
-from fastai.callback.all import GradientAccumulation,MixedPrecision
+from fastai.callback.all import GradientAccumulation,MixedPrecision,SaveModelCallback
 from fastai_amp16.all import (AdamW16,DynamicMixedPrecision)
 from common import *
 
@@ -56,14 +57,6 @@ def set_poison_off(learn):
     set_seed(1, reproducible=True)
     return learn.remove_cb(Poison)
 
-def test_resumed_is_uninterrupted(tmp_path):
-    def new(): return learner(path=tmp_path, shuffle=False).to_fp16_dynamic(growth_interval=3)
-    a = fit(new(), 2)
-    a.save('a')
-    b = new().load('a')
-    fit(a, 2), fit(b, 2)
-    assert equal(state(a), state(b)) and a.mixed_precision.scaler.state_dict()==b.mixed_precision.scaler.state_dict()
-
 def test_export(tmp_path):
     learn = fit(learner(path=tmp_path).to_fp16_dynamic(), 1)
     learn.export()
@@ -100,3 +93,90 @@ def test_text_learner_loads_its_scale(tmp_path):
     a = fit(new().to_fp16_dynamic(init_scale=8.), 1)
     a.save('t')
     assert new().to_fp16_dynamic().load('t').mixed_precision.scaler.get_scale()==8
+
+def resumable(path, **kwargs):
+    "Dropout, shuffling and the random numbers of a callback; overflows, and a scale that grows between them"
+    class Noise(Callback):
+        def before_batch(self):
+            if self.training: self.learn.xb = (self.x*(1+0.1*np.random.randn()*random.random()),)
+    model = nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16,1))
+    return learner(model, path=path, cbs=[Noise(), SaveModelCallback(every_epoch=True, with_opt=True), Poison({1,9,14}, 'backward')], **kwargs).to_fp16_dynamic(growth_interval=5)
+
+def start_and_die(path):
+    class Die(Callback):
+        def before_step(self):
+            if self.epoch==2 and self.iter==2: os.kill(os.getpid(), signal.SIGKILL)
+    fit(resumable(path).add_cb(Die()), 4)
+
+def go_on(path):
+    set_seed(7)
+    torch.rand(99)
+    learn = resumable(path)
+    learn.poison.i += 8 # two epochs lie behind
+    fit(learn.load('model_1'), 4, start_epoch=2)
+
+def test_killed_and_resumed_in_a_new_process(tmp_path):
+    "Ends where the uninterrupted fit ends, bit for bit: weights, optimizer, scale, random state"
+    def process(what, path): return subprocess.run([sys.executable, '-W', 'ignore', '-c', f'import conftest,test_saving; test_saving.{what}({str(path)!r})'], cwd='tests').returncode
+    through,broken = tmp_path/'through',tmp_path/'broken'
+    fit(resumable(through), 4)
+    assert process('start_and_die', broken)==-signal.SIGKILL and not (broken/'models/model_2.pth').exists()
+    assert process('go_on', broken)==0
+    with torch.serialization.safe_globals([L]): # fastai's own
+        a,b = [torch.load(p/'models/model_3.pth', weights_only=True) for p in (through, broken)]
+    assert a['opt']['scaler']['scale']!=2**16 and equal(a['model'], b['model'])
+    torch.testing.assert_close(a['opt'], b['opt'], rtol=0, atol=0)
+
+def test_only_a_resumed_fit_takes_up_the_random_state(tmp_path):
+    "To load and to try again is to try something else"
+    learn = fit(resumable(tmp_path), 1)
+    learn.save('a')
+    def again(**kwargs):
+        fit(learn.load('a'), **kwargs)
+        return weights(learn)
+    assert not equal(again(n=1), again(n=1)) and equal(again(n=2, start_epoch=1), again(n=2, start_epoch=1))
+
+def test_a_climb_goes_on_after_a_load(tmp_path):
+    a = fit(learner(cbs=Poison(range(40), 'backward'), path=tmp_path).to_fp16_dynamic(), 11)
+    a.save('a')
+    b = learner(path=tmp_path).to_fp16_dynamic().load('a')
+    fit(b, 10)
+    assert a.mixed_precision.scaler.get_scale()==2**-10 and b.mixed_precision.scaler.get_scale()==2**16
+
+def test_load_without_the_optimizer(tmp_path):
+    a = fit(learner(path=tmp_path, cbs=Poison({0}, 'backward')).to_fp16_dynamic(), 1)
+    a.save('with'), a.save('without', with_opt=False)
+    b = learner(path=tmp_path).to_fp16_dynamic().load('with', with_opt=False)
+    with pytest.warns(UserWarning, match='optimizer state'): c = learner(path=tmp_path).to_fp16_dynamic().load('without')
+    for o in (b,c): assert equal(state(a), state(o)) and o.mixed_precision.scaler.get_scale()==2**16
+
+def test_inference(tmp_path, monkeypatch):
+    "predict, get_preds, tta, show_results and validate, before a fit, after it, and in an exported learner on a machine of another kind"
+    from fastai.vision.all import CategoryBlock,DataBlock,ImageBlock,PILImageBW,RandomSplitter,aug_transforms
+    from sklearn.datasets import load_digits
+    data = load_digits()
+    def get_x(i): return PILImageBW.create((data.images[i]*15.9).astype('uint8'))
+    def get_y(i): return str(data.target[i]%2)
+    block = DataBlock((ImageBlock(PILImageBW),CategoryBlock), get_x=get_x, get_y=get_y, splitter=RandomSplitter(seed=0), batch_tfms=aug_transforms(size=8, max_zoom=1.))
+    dls = block.dataloaders(range(96), bs=16, num_workers=0)
+    learn = Learner(dls, nn.Sequential(nn.Conv2d(1,8,3,2,1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128,2)), opt_func=AdamW16, path=tmp_path).to_fp16_dynamic()
+    def results(learn):
+        with learn.no_bar(), learn.no_logging():
+            set_seed(0)
+            learn.show_results(max_n=2)
+            return [learn.validate()[0], learn.get_preds()[0], learn.tta(n=2)[0], learn.predict(0)[2]]
+    def compare(tol):
+        learn.export()
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            fp32,fp16 = load_learner(tmp_path/'export.pkl'),load_learner(tmp_path/'export.pkl', cpu=False)
+        for o in (fp32,fp16): o.dls = dls
+        ours,theirs,again = results(learn),results(fp32),results(fp16)
+        for a,b,c in zip(ours, theirs, again):
+            torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=tol, atol=tol)
+            assert torch.equal(torch.as_tensor(a), torch.as_tensor(c))
+        assert not torch.equal(ours[1], theirs[1]) and not hasattr(fp32, 'mixed_precision') # half precision, and fp32
+    compare(1e-2)
+    fit(learn, 2)
+    clean(learn)
+    compare(1e-2)
