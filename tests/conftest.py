@@ -7,3 +7,7 @@ with warnings.catch_warnings(): # torch's, at the import of fastai: that torch.j
 
 settings.register_profile('repo', deadline=None, derandomize=True)
 settings.load_profile('repo')
+
+def pytest_collection_modifyitems(items):
+    "Notebooks come last: they define everything anew and patch it onto fastai's classes"
+    items.sort(key=lambda o: o.name.startswith('test_notebook'))
