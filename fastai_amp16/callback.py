@@ -121,7 +121,6 @@ def drop_step(self:DynamicMixedPrecision):
     "Forget a step that was begun: its gradients are still multiplied by the loss scale and must not enter another"
     self.opt.zero_grad()
     self._noted = self._forward = None
-    self.scaler.update(self.scaler.get_scale()) # as it was
 
 # %% ../nbs/05_callback.ipynb #ed52d2b6
 class _HalfCall:
@@ -224,13 +223,13 @@ def before_step(self:DynamicMixedPrecision):
     params = grad_params(self.opt)
     scale,(noted,self._noted),(forward,self._forward) = self.scaler.get_scale(),(self._noted,None),(self._forward,None)
     if not params: return # the backward pass was cancelled
-    self.scaler.unscale_(SimpleNamespace(param_groups=[{'params': params}]))
-    norm = get_total_norm(grad_values(params))
+    grads = grad_values(params)
+    if scale!=1: torch._foreach_mul_(grads, 1/scale)
+    norm = get_total_norm(grads)
     if forward is not None: norm = torch.where(norm.isfinite(), norm, forward.to(norm.device)+math.inf)
     norm = norm.item()
     overflow = not math.isfinite(norm)
-    if math.isnan(norm): self.scaler.update(scale) # stay
-    else: self.scaler.update(found_inf=overflow)
+    if not math.isnan(norm): self.scaler.update(found_inf=overflow)
     self._steps.append((scale, overflow, norm))
     if overflow: self._skip(noted, math.isnan(norm))
     self.scaler.climb()

@@ -63,7 +63,8 @@ def step(self:FusedAdam, closure=None):
             key = *(hyper[k] for k in ('lr','mom','sqr_mom','eps')),hyper['wd'] if state.get('do_wd', True) else 0.,state['step'],p.device,p.dtype
             dense = _like(state['grad_avg'], p) # the kernel walks through memory and would step into the gaps of a view
             if dense is not p: views.append((p, dense))
-            calls[key].append((dense, _like(dense, p.grad), state['grad_avg'], state['sqr_avg']))
+            ts = dense,_like(dense, p.grad),state['grad_avg'],state['sqr_avg']
+            calls[key].append([torch.view_as_real(t) for t in ts] if p.is_complex() else ts)
     fused = torch._fused_adamw_ if self.decouple_wd else torch._fused_adam_
     for (lr,mom,sqr_mom,eps,wd,n,device,_),tensors in calls.items():
         steps = [torch.full((), n, dtype=torch.float32, device=device)]*len(tensors)

@@ -38,7 +38,7 @@ def clean(learn):
     assert not torch.is_autocast_enabled('cpu') and torch.backends.mha.get_fastpath_enabled()
     assert isinstance(learn.model, nn.Module) and not any('forward' in m.__dict__ for m in learn.model.modules())
     held = {id(p) for pg in learn.opt.param_lists for p in pg}
-    assert all(p.dtype in (torch.float32,torch.float64) and (id(p) in held or not p.requires_grad) for p in learn.model.parameters())
+    assert all(p.dtype in (torch.float32,torch.float64,torch.complex64) and (id(p) in held or not p.requires_grad) for p in learn.model.parameters())
 
 class Poison(Callback):
     "Makes the batches at `steps` overflow: in the forward pass by an infinite input, in the backward pass by a large gradient, or in fp16 only, in each `Detour`"

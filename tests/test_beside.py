@@ -249,6 +249,13 @@ class Buffers(Net):
         x = torch.view_as_real(torch.view_as_complex(x.float().reshape(-1,4,2))*self.rot).flatten(1)
         return super().forward((x.double()*(1+self.wide)).float())
 
+class Fourier(Net):
+    "Complex parameters, as in a Fourier neural operator"
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(9, dtype=torch.complex64)/9)
+    def forward(self, x): return self.head(torch.fft.irfft(torch.fft.rfft(self.body(x).float())*self.w, n=16))
+
 class Wide(Net):
     "A part computes in float64"
     def forward(self, x): return self.head(self.fine(self.body(x).double()).float())
@@ -283,7 +290,7 @@ def parametrized():
 def ws_conv(): return nn.Sequential(nn.Unflatten(1, (1,8)), nn.Conv1d(1,8,3), nn.GroupNorm(2,8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(1))
 def unet_block(): return nn.Sequential(SequentialEx(nn.Linear(8,8), nn.BatchNorm1d(8), nn.ReLU(), MergeLayer()), SequentialEx(nn.Linear(8,8), MergeLayer(dense=True)), nn.Linear(16,1))
 
-shapes = {'tied':Tied, 'direct':lambda: Direct(norm=nn.LayerNorm(16)), 'buffers':Buffers, 'float64':lambda: Wide(fine=nn.Linear(16,16).double()),
+shapes = {'tied':Tied, 'direct':lambda: Direct(norm=nn.LayerNorm(16)), 'buffers':Buffers, 'complex':Fourier, 'float64':lambda: Wide(fine=nn.Linear(16,16).double()),
     'attention':lambda: Attention(inp=nn.Linear(1,8), attn=nn.MultiheadAttention(8,2,batch_first=True), ln=nn.LayerNorm(8), out=nn.Linear(8,1)),
     'integers':lambda: Counting(emb=nn.Embedding(8,8)), 'checkpointed':lambda: Checkpointed(reentrant=False, inp=nn.Linear(8,8)), 'reentrant':lambda: Checkpointed(reentrant=True, inp=nn.Linear(8,8)),
     'parameters':Param, 'parametrized':parametrized, 'lazy':ws_conv,

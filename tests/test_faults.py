@@ -366,21 +366,6 @@ def test_batch_that_the_model_cannot_be_called_with():
     with pytest.raises(TypeError): fit(learn)
     clean(learn)
 
-def test_interrupted_while_waiting_for_the_gradients(monkeypatch):
-    "Between the unscaling of the gradients and the update of the scale"
-    learn = learner().to_fp16_dynamic()
-    unscale = torch.amp.GradScaler.unscale_
-    def interrupt(self, opt):
-        unscale(self, opt)
-        raise KeyboardInterrupt
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(torch.amp.GradScaler, 'unscale_', interrupt)
-        fit(learn)
-    clean(learn)
-    pickle.loads(pickle.dumps(learn.mixed_precision.scaler))
-    fit(learn, 1)
-    assert len(learn.mixed_precision.history)==4
-
 @pytest.mark.parametrize('e', [CancelFitException, KeyboardInterrupt])
 @pytest.mark.parametrize('event', ['after_backward','before_step'])
 def test_scaled_gradients_never_enter_another_fit(e, event):

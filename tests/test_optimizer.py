@@ -34,8 +34,9 @@ def test_is_fastais_adam(decouple_wd, eps):
             step(opt, ps, i)
         close(a, b, rtol=1e-5, atol=1e-6)
 
-def test_is_torchs_adamw():
-    a,b = params(),params()
+@pytest.mark.parametrize('dtype', [torch.float32,torch.float64,torch.complex64])
+def test_is_torchs_adamw(dtype):
+    a,b = params(dtype=dtype),params(dtype=dtype)
     ours = make(FusedAdam, a, wd=0.1, eps=1e-4, sqr_mom=0.99)
     ref = torch.optim.AdamW([dict(params=[p], weight_decay=0. if i in (1,3) else 0.1) for i,p in enumerate(b)], lr=0.1, betas=(0.9,0.99), eps=1e-4)
     for i in range(20):
