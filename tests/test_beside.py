@@ -10,6 +10,7 @@ from fastai.callback.all import (ActivationStats,BnFreeze,CSVLogger,ChannelsLast
                                  MixUp,MixedPrecision,ReduceLROnPlateau,SaveModelCallback,ShowGraphCallback,rnn_cbs)
 from fastai_amp16.all import AdamW16,DynamicMixedPrecision,GradientNormClip,LossScale,SkippedSteps,half_forward,ranger16
 from fastai_amp16.demo import digits_dls
+from torch.nn.utils import prune
 from test_fits import Encoder
 from common import *
 
@@ -316,6 +317,16 @@ def test_models_of_all_shapes(name, to, dtype):
     clean(b)
     assert b.mixed_precision.skipped==0 and len(b.mixed_precision.history)==6
     like_fp32(a, b, rtol=3e-2 if dtype==torch.float16 else 0.1, atol=5e-3 if dtype==torch.float16 else 2e-2)
+
+@pytest.mark.parametrize('change', [lambda m: prune.l1_unstructured(m[0], 'weight', 0.3), lambda m: nn.utils.parametrizations.weight_norm(m[0]),
+                                    lambda m: m[0].requires_grad_(False)], ids=['pruned','parametrized','frozen'])
+def test_models_changed_in_the_middle_of_a_fit(change):
+    class Change(Callback):
+        def before_batch(self):
+            if self.training and self.train_iter==2: change(self.model)
+    a,b = [fit(to(learner(shuffle=False, cbs=Change())), 2) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)]
+    assert not any('forward' in m.__dict__ for m in b.model.modules())
+    like_fp32(a, b)
 
 @pytest.mark.parametrize('which', ['MergeLayer','everything','inner'])
 def test_fastais_merge_layers_kept_in_fp32(which):

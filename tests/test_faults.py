@@ -100,6 +100,46 @@ def test_interrupts(ex, site, order, in_a_fresh_process, tmp_path):
     run(partial(Learner.to_fp16_dynamic, keep_fp32='kept'))
     assert json.dumps(unrelated())==in_a_fresh_process
 
+@pytest.mark.parametrize('ex', interrupts)
+@pytest.mark.parametrize('what', ['validate','get_preds','lr_find','validation of a fit'])
+def test_interrupts_outside_training(what, ex, tmp_path):
+    def run(to):
+        learn = to(learner(Deep, n=32, path=tmp_path))
+        fit(learn, 1)
+        def fail(): raise ex('now')
+        def forward(m, x):
+            if what=='lr_find' or not learn.training: fail()
+        hook = learn.model.again.register_forward_pre_hook(forward)
+        with learn.no_bar(), learn.no_logging(), pytest.raises(ex, match='now'):
+            if what=='validation of a fit': learn.fit(1)
+            else: getattr(learn, what)()
+        hook.remove()
+        clean(learn)
+        pickle.loads(pickle.dumps((learn.model, learn)))
+        before = train_loss(learn)
+        fit(learn, 3)
+        clean(learn)
+        assert train_loss(learn)<before
+    run(Learner.to_fp32)
+    run(Learner.to_fp16_dynamic)
+
+class EveryEvent(Callback):
+    "At each event the model is the user's own, can be copied and pickled"
+    def __init__(self, order): self.order,self.n = order,Counter()
+    def look(self, event):
+        self.n[event] += 1
+        clean(self.learn)
+        dup = copy.deepcopy(self.model)
+        assert not any('forward' in m.__dict__ for m in dup.modules()) and equal(weights(self.learn), list(dup.parameters()))
+        pickle.loads(pickle.dumps(self.model))
+for e in events: setattr(EveryEvent, e, lambda self, e=e: self.look(e))
+
+@pytest.mark.parametrize('order', [-30, 8, 10.5, 99])
+def test_at_every_event_the_model_is_the_users_own(order):
+    cb = EveryEvent(order)
+    learn = fit(learner(Deep, n=32, cbs=[cb, Poison({0}, 'backward'), Poison({2}, 'forward')]).to_fp16_dynamic(keep_fp32='kept'), 2)
+    assert cb.n.keys()>=set(events)-{'after_step'} and learn.mixed_precision.skipped==2
+
 class StopAtLine:
     "Raises KeyboardInterrupt at the `k`-th line that runs in our modules, as a Ctrl-C may"
     files = [m.__file__ for m in (fastai_amp16.callback, fastai_amp16.precision, fastai_amp16.scaler)]
