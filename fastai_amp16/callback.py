@@ -89,28 +89,32 @@ def before_fit(self:DynamicMixedPrecision):
         raise ValueError("The optimizer holds none of the model's parameters and would train another model: call learn.create_opt().")
 
 
+def _shuffling(learn):
+    "The generator of random numbers that shuffles fastai's training batches, if one does"
+    loaders = getattr(learn.dls, 'loaders', None)
+    return getattr(loaders[0], 'rng', None) if loaders else None
+
 def _random_state(learn):
     "The state of all random number generators, as lists and tensors that `weights_only=True` loads"
-    res,rng = get_random_states(),getattr(learn.dls.train, 'rng', None)
+    res,rng = get_random_states(),_shuffling(learn)
     kind,keys,*rest = res['numpy_state']
-    return {'all': {**res, 'numpy_state': (kind,keys.tolist(),*rest)}, 'shuffle': rng and rng.getstate()}
+    return {'all': {**res, 'numpy_state': (kind,keys.tolist(),*rest)}, 'shuffling': rng and rng.getstate()}
 
-@patch
-def _resume_random(self:DynamicMixedPrecision):
-    state,self._random = self._random,None
-    if not state or getattr(self.learn, 'skip_to_epoch', None) is None or self.epoch!=self.learn.skip_to_epoch._skip_to: return
-    state,shuffle = state['all'],state['shuffle']
-    cuda = [o.cpu() for o in state['torch_cuda_state']][:torch.cuda.device_count()]
-    set_random_states(**{**state, 'torch_state':state['torch_state'].cpu(), 'torch_cuda_state':cuda})
-    if shuffle and hasattr(self.dls.train, 'rng'): self.dls.train.rng.setstate(shuffle)
+def _set_random_state(learn, state):
+    res,rng = state['all'],_shuffling(learn)
+    cuda = [o.cpu() for o in res['torch_cuda_state']][:torch.cuda.device_count()]
+    set_random_states(**{**res, 'torch_state':res['torch_state'].cpu(), 'torch_cuda_state':cuda})
+    if rng and state['shuffling']: rng.setstate(state['shuffling'])
 
 @patch
 def before_train(self:DynamicMixedPrecision):
     self._epoch_start = len(self._steps)
-    self._resume_random()
-    if self.epoch>0: return
+    first = self.learn.skip_to_epoch._skip_to if hasattr(self.learn, 'skip_to_epoch') else 0
+    if self.epoch!=first: return
     self._stuck = 0
     self.drop_step()
+    if first and self._random: _set_random_state(self.learn, self._random)
+    self._random = None
 
 @patch
 def after_train(self:DynamicMixedPrecision):
