@@ -3,7 +3,7 @@ import copy,math
 from collections import namedtuple
 import pandas as pd
 import pytest,torch
-from fastai.basics import Adam,Callback,CancelStepException,DataLoaders,Learner,OptimWrapper,SGD,accuracy,ranger,TensorBase,TensorImage,nn,partial,set_seed,tensor
+from fastai.basics import Adam,Callback,CancelStepException,DataLoader,DataLoaders,Learner,OptimWrapper,SGD,accuracy,ranger,TensorBase,TensorImage,nn,partial,set_seed,tensor
 from fastai.layers import MergeLayer,SequentialEx
 from fastai.losses import CrossEntropyLossFlat
 from fastai.callback.all import (ActivationStats,BnFreeze,CSVLogger,ChannelsLast,CutMix,EarlyStoppingCallback,FetchPredsCallback,GradientAccumulation,GradientClip,
@@ -11,7 +11,6 @@ from fastai.callback.all import (ActivationStats,BnFreeze,CSVLogger,ChannelsLast
 from fastai_amp16.all import AdamW16,DynamicMixedPrecision,GradientNormClip,LossScale,SkippedSteps,half_forward,ranger16
 from fastai_amp16.demo import digits_dls
 from torch.nn.utils import prune
-from test_fits import Encoder
 from common import *
 
 def test_fine_tune_keeps_the_scale_and_frozen_layers():
@@ -462,8 +461,15 @@ def test_trackers(cb, tmp_path, capsys):
 
 # --- lr_find
 
-lr_models = {'regression':lambda: learner(n=512, bs=64), 'images':lambda: Learner(digits_dls(), conv_net(), CrossEntropyLossFlat(), AdamW16),
-             'transformer':lambda: Learner(digits_dls(), Encoder(), CrossEntropyLossFlat(), AdamW16)}
+def deep_net(): return nn.Sequential(nn.Flatten(), *[o for _ in range(4) for o in (nn.Linear(64,64), nn.LayerNorm(64), nn.GELU())], nn.Linear(64,10))
+
+def large_batches(model):
+    "Digits in shuffled batches so large that a suggestion is more than chance: with small ones fp32's own changes with the number of threads"
+    x,y = map(torch.stack, zip(*[(x,y) for x,y in digits_dls().train.dataset]))
+    dls = DataLoaders(*[DataLoader(range(n), bs=256, shuffle=True, create_batch=lambda idxs: (x[idxs],y[idxs])) for n in (1024,256)])
+    return Learner(dls, model(), CrossEntropyLossFlat(), AdamW16)
+
+lr_models = {'regression':lambda: learner(n=512, bs=64), 'images':lambda: large_batches(conv_net), 'deep':lambda: large_batches(deep_net)}
 
 @pytest.mark.parametrize('name', list(lr_models))
 def test_lr_find_suggests_what_it_suggests_in_fp32(name, tmp_path):

@@ -283,10 +283,17 @@ def test_terminate_on_nan(why, to, dtype, acc):
         clean(learn)
 
 def test_the_look_in_fp32_leaves_no_trace():
-    "With and without TerminateOnNaNCallback: dropout, weights and statistics are the same"
+    "With and without TerminateOnNaNCallback: dropout, weights, statistics and what callbacks see are the same"
+    class Look(Callback):
+        order = 20
+        def before_fit(self): self.seen = []
+        def after_backward(self): self.seen.append(self.pred.isfinite().all().item())
     def run(cbs):
-        model = nn.Sequential(nn.Linear(8,8), Detour(), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8,1))
-        return fit(learner(model, cbs=[Poison({1,2}, 'precision'), *cbs]).to_fp16_dynamic(), 2)
+        learn = learner(lambda: nn.Sequential(nn.Linear(8,8), Detour(), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8,1)), cbs=[Poison({1,2}, 'precision'), Look(), *cbs])
+        buffers = list(map(id, learn.model.buffers()))
+        fit(learn.to_fp16_dynamic(), 2)
+        assert buffers==list(map(id, learn.model.buffers())) and learn.look.seen==[i not in (1,2) for i in range(8)]
+        return learn
     a,b = run([]),run([TerminateOnNaNCallback()])
     assert a.mixed_precision.skipped==b.mixed_precision.skipped==2 and equal(state(a), state(b))
 
