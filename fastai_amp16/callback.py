@@ -61,6 +61,9 @@ class DynamicMixedPrecision(MixedPrecision):
         self.scaler = DynamicScaler('cpu', enabled=self.amp_mode==AMPMode.FP16, **kwargs)
         self.skipped,self._stuck,self._epoch_start,self._steps = 0,0,0,[]
 
+    def __call__(self, event_name):
+        if self.learn is not None: return super().__call__(event_name) # another callback may have removed this one at the same event
+
     def make_plan(self, model:nn.Module) -> PrecisionPlan:
         "Who computes in what in `model`; tells what is wrong with it"
         return PrecisionPlan(model, torch.float16 if self.amp_mode==AMPMode.FP16 else torch.bfloat16, self.keep_fp32)
@@ -153,7 +156,7 @@ def _batch(learn, f):
         if mp.step_norm is not None: torch._foreach_mul_(grad_values(grad_params(learn.opt)), mp.scaler.get_scale()) # unscaled already
         raise
     except BaseException:
-        if learn.training: mp.drop_step()
+        if learn.training and mp.learn is not None: mp.drop_step()
         raise
     finally: _surely(call.give_back)
 

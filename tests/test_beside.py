@@ -173,6 +173,22 @@ def test_from_fp16_to_bf16_to_fp32_between_fits():
     assert not equal(before, weights(learn))
     clean(learn)
 
+@pytest.mark.parametrize('order', [-30, 10, 99])
+@pytest.mark.parametrize('to', ['to_fp32','to_bf16_dynamic','to_fp16_dynamic'])
+def test_changed_by_a_callback_in_the_middle_of_a_fit(to, order):
+    for event in ('before_epoch','before_train','before_batch','after_batch','after_train','before_validate','after_epoch'):
+        class Change(Callback):
+            def change(self):
+                self.times += 1
+                if self.times==2: getattr(self.learn, to)()
+        cb = Change()
+        cb.times,cb.order = 0,order
+        setattr(cb, event, cb.change)
+        a,b = [fit(t(learner(shuffle=False, cbs=c)), 3) for t,c in ((Learner.to_fp32, None), (Learner.to_fp16_dynamic, cb))]
+        clean(b)
+        assert hasattr(b, 'mixed_precision')==(to!='to_fp32')
+        like_fp32(a, b, rtol=0.1, atol=2e-2)
+
 # --- optimizers and parameter groups
 
 def three_groups(): return nn.Sequential(nn.Sequential(nn.Linear(8,16), nn.GroupNorm(2,16), nn.ReLU()), nn.Sequential(nn.Linear(16,16), nn.LayerNorm(16), nn.ReLU()), nn.Linear(16,1))
