@@ -112,22 +112,15 @@ def _set_random_state(learn, state):
 @patch
 def before_train(self:DynamicMixedPrecision):
     self._epoch_start = len(self._steps)
-    first = self.learn.skip_to_epoch._skip_to if hasattr(self.learn, 'skip_to_epoch') else 0
-    if self.epoch!=first: return
-    self._stuck = 0
-    self.drop_step()
-    if first and self._random: _set_random_state(self.learn, self._random)
+    resumed = hasattr(self.learn, 'skip_to_epoch') and self.epoch==self.learn.skip_to_epoch._skip_to
+    if resumed and self._random: _set_random_state(self.learn, self._random)
     self._random = None
-
-@patch
-def after_train(self:DynamicMixedPrecision):
-    if self.epoch+1>=self.n_epoch: self.drop_step()
 
 @patch
 def drop_step(self:DynamicMixedPrecision):
     "Forget a step that was begun: its gradients are still multiplied by the loss scale and must not enter another"
     self.opt.zero_grad()
-    self._noted = self._forward = None
+    self._noted,self._forward,self._stuck = None,None,0
 
 # %% ../nbs/05_callback.ipynb #ed52d2b6
 class _HalfCall:
@@ -143,6 +136,15 @@ def _running(learn):
     "The `DynamicMixedPrecision` that is at work in `learn`, if one is"
     mp = learn.__dict__.get('mixed_precision')
     return mp if isinstance(mp, DynamicMixedPrecision) and mp.run else None
+
+def _fit(learn, f):
+    "Run `f`, all epochs, with no gradients from before, and leave none"
+    def drop():
+        if mp:=_running(learn): mp.drop_step()
+    try:
+        drop()
+        f()
+    finally: _surely(drop)
 
 def _batch(learn, f):
     "Run `f`, which works on one batch, its forward pass in half precision"
@@ -181,7 +183,7 @@ _with_events_fp32 = _fastais(Learner, '_with_events')
 @patch
 def _with_events(self:Learner, f, event_type, ex, final=noop):
     "fastai's own, which every part of a fit runs through; forward and backward pass as `DynamicMixedPrecision` wants them"
-    around = {'batch':_batch, 'backward':_backward}.get(event_type)
+    around = {'fit':_fit, 'batch':_batch, 'backward':_backward}.get(event_type)
     _with_events_fp32(self, partial(around, self, f) if around else f, event_type, ex, final)
 
 Learner._with_events.fastais = _with_events_fp32

@@ -414,19 +414,18 @@ def test_batch_that_the_model_cannot_be_called_with():
     with pytest.raises(TypeError): fit(learn)
     clean(learn)
 
-@pytest.mark.parametrize('e', [CancelFitException, KeyboardInterrupt])
-@pytest.mark.parametrize('event', ['after_backward','before_step'])
-def test_scaled_gradients_never_enter_another_fit(e, event):
-    class Stop(Callback):
-        def stop(self): raise e()
-    stop = Stop()
-    setattr(stop, event, stop.stop)
-    learn = learner(plain_mlp, opt_func=SGD, cbs=stop).to_fp16_dynamic()
-    if e is CancelFitException: fit(learn, 1)
-    else:
-        with pytest.raises(e): fit(learn, 1)
+@pytest.mark.parametrize('e', [None, CancelFitException, KeyboardInterrupt])
+@pytest.mark.parametrize('acc', [None, 99])
+@pytest.mark.parametrize('event', ['after_backward','before_step','after_batch','after_epoch'])
+def test_scaled_gradients_never_enter_another_fit(event, acc, e):
+    "Not even one in fp32: whatever ended the fit that made them"
+    cbs = [Raise(event, e, (3,) if 'epoch' not in event else (1,), 99)]*(e is not None)+[GradientAccumulation(acc)]*(acc is not None)
+    learn = learner(plain_mlp, opt_func=SGD, lr=0.01, cbs=cbs).to_fp16_dynamic()
+    try: fit(learn, 3)
+    except KeyboardInterrupt: pass
+    assert all(p.grad is None or not p.grad.any() for p in learn.model.parameters())
     before = weights(learn)
-    fit(learn.to_fp32().remove_cb(stop), 1)
+    fit(learn.to_fp32().remove_cbs(cbs), 1)
     assert max((a-b).abs().max() for a,b in zip(before, weights(learn)))<0.1
 
 def test_norm_statistics_noted_in_an_interrupted_fit_are_forgotten():
