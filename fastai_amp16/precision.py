@@ -244,11 +244,14 @@ def forward_pass(self:PrecisionPlan,
     masters = dict.fromkeys(p for *_,p in slots) # tied weights have one copy, too
     graph = [p for p in masters if p.requires_grad]
     frozen = [p for p in masters if not p.requires_grad]
-    fastpath,autocast = torch.backends.mha.get_fastpath_enabled(),torch.is_autocast_enabled(self.device_type)
+    dev,fastpath = self.device_type,torch.backends.mha.get_fastpath_enabled()
+    autocast,dtype = torch.is_autocast_enabled(dev),torch.get_autocast_dtype(dev)
     def put_back():
         for d,n,p in slots: d[n] = p
         torch.backends.mha.set_fastpath_enabled(fastpath)
-        torch.set_autocast_enabled(self.device_type, autocast)
+        torch.set_autocast_enabled(dev, autocast) # torch has done this, and cleared its cache of cast weights, if no Ctrl-C came
+        torch.set_autocast_dtype(dev, dtype)
+        torch.clear_autocast_cache()
         if not until_backward: self.release()
     running = _Graph(self) if until_backward else None
     try:
@@ -257,7 +260,7 @@ def forward_pass(self:PrecisionPlan,
         if frozen: masters.update(zip(frozen, _cast_all([p.detach() for p in frozen], self.dtype)))
         for d,n,p in slots: d[n] = masters[p]
         torch.backends.mha.set_fastpath_enabled(False) # it takes weights and inputs of one dtype only, and does not know of autocast
-        with torch.autocast(self.device_type, dtype=self.dtype): yield self
+        with torch.autocast(dev, dtype=self.dtype): yield self
     except BaseException: # its traceback may hold on to the graph
         self.release()
         raise

@@ -6,7 +6,7 @@ import fastai.basics
 import pytest,torch
 from fastai.basics import (Callback,CancelBatchException,CancelEpochException,CancelFitException,CancelTrainException,Learner,SGD,load_learner,nn,partial)
 from fastai.callback.all import GradientAccumulation,TerminateOnNaNCallback
-from fastai_amp16.all import FusedAdam
+from fastai_amp16.all import FusedAdam,half_forward
 from common import *
 
 # --- interrupts
@@ -142,8 +142,8 @@ def test_at_every_event_the_model_is_the_users_own(order):
     assert cb.n.keys()>=set(events)-{'after_step'} and learn.mixed_precision.skipped==2
 
 class StopAtLine:
-    "Raises KeyboardInterrupt at the `k`-th line that runs in our modules, as a Ctrl-C may"
-    files = [m.__file__ for m in (fastai_amp16.callback, fastai_amp16.precision, fastai_amp16.scaler)]
+    "Raises KeyboardInterrupt at the `k`-th line that runs in our modules or in torch's autocast, as a Ctrl-C may"
+    files = [m.__file__ for m in (fastai_amp16.callback, fastai_amp16.precision, fastai_amp16.scaler, torch.amp.autocast_mode)]
     def __init__(self, k): self.k,self.n,self.line = k,0,None
     def __call__(self, frame, event, arg): return self.local if frame.f_code.co_filename in self.files else None
     def local(self, frame, event, arg):
@@ -155,10 +155,17 @@ class StopAtLine:
             raise KeyboardInterrupt
         return self.local
 
+class Bare(nn.Module):
+    "A parameter that autocast casts, and keeps in its cache"
+    def __init__(self):
+        super().__init__()
+        self.m,self.w = mlp(),nn.Parameter(torch.randn(8,8))
+    def forward(self, x): return self.m(x@self.w)
+
 def test_ctrl_c_at_any_line_of_ours():
-    k = 1
+    k,x = 1,torch.randn(4,8)
     while True:
-        learn,stop = learner(n=32, cbs=Poison({1}, 'backward')).to_fp16_dynamic(),StopAtLine(k)
+        learn,stop = learner(Bare, n=32, cbs=Poison({1}, 'backward')).to_fp16_dynamic(),StopAtLine(k)
         try:
             sys.settrace(stop)
             fit(learn, 1)
@@ -166,11 +173,16 @@ def test_ctrl_c_at_any_line_of_ours():
         finally: sys.settrace(None)
         if stop.line is None: break
         clean(learn)
+        assert torch.get_autocast_dtype('cpu')==torch.bfloat16, stop.line # torch's default
         pickle.loads(pickle.dumps(learn))
         before = weights(learn)
         fit(learn.remove_cb(Poison), 1)
         assert not equal(before, weights(learn)), stop.line
-        k += 1 if k<50 else 7
+        outs = []
+        for model in (learn.model, copy.deepcopy(learn.model)): # whose weights are in no cache
+            with half_forward(model.eval()): outs.append(model(x))
+        assert torch.equal(*outs), stop.line
+        k += 1 if k<70 else 7
     assert k>500
 
 # --- cancelled by others

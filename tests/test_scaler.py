@@ -130,6 +130,14 @@ def test_overflow_of_one_optimizer_of_two_backs_off():
     s.update()
     assert [p.item() for p in ps]==[1., pytest.approx(0.9)] and s.get_scale()==2**15
 
+def test_grows_on_after_the_climb():
+    s,free = [DynamicScaler('cpu', growth_interval=40) for _ in range(2)]
+    for o in [True]*200+[False]*200:
+        s.update(found_inf=o)
+        if not o: s.climb()
+    for _ in range(200): free.update(found_inf=False)
+    assert s.get_scale()==free.get_scale()>2**16
+
 def test_update_before_anything():
     with pytest.raises(RuntimeError, match='step()'): DynamicScaler('cpu').update()
 
