@@ -4,7 +4,7 @@ from collections import Counter
 import fastai_amp16.callback,fastai_amp16.precision,fastai_amp16.scaler
 import fastai.basics
 import pytest,torch
-from fastai.basics import (Callback,CancelBatchException,CancelEpochException,CancelFitException,CancelTrainException,Learner,SGD,load_learner,nn,partial)
+from fastai.basics import (Callback,CancelBatchException,CancelEpochException,CancelFitException,CancelTrainException,Learner,SGD,load_learner,nn,partial,set_seed)
 from fastai.callback.all import GradientAccumulation,TerminateOnNaNCallback
 from fastai_amp16.all import FusedAdam,half_forward
 from common import *
@@ -439,6 +439,15 @@ def test_scaled_gradients_never_enter_another_fit(event, acc, e):
     before = weights(learn)
     fit(learn.to_fp32().remove_cbs(cbs), 1)
     assert max((a-b).abs().max() for a,b in zip(before, weights(learn)))<0.1
+
+def test_gradients_that_others_left_do_not_enter_a_fit():
+    "They are not multiplied by the loss scale"
+    a,b = [learner(opt_func=SGD, lr=0.01).to_fp16_dynamic() for _ in range(2)]
+    for p in b.model.parameters(): p.grad = torch.ones_like(p)
+    for o in (a,b):
+        set_seed(0)
+        fit(o, 1)
+    assert equal(state(a), state(b))
 
 def test_norm_statistics_noted_in_an_interrupted_fit_are_forgotten():
     class Stop(Callback):
