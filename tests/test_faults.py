@@ -295,6 +295,16 @@ def test_terminate_on_nan(why, to, dtype, acc):
         assert all(b.isfinite().all() for b in state(learn).values()) and learn.mixed_precision.skipped==(why!='precision' or dtype==torch.float16)
         clean(learn)
 
+def test_the_look_in_fp32_is_what_the_loss_function_sees():
+    "As in fastai's `RNNCallback`, a callback takes one of several predictions"
+    class Two(nn.Sequential):
+        def forward(self, x): return super().forward(x),x
+    class TakeFirst(Callback):
+        def after_pred(self): self.learn.pred = self.pred[0]
+    cbs = [TakeFirst(), Poison({1}, 'precision'), TerminateOnNaNCallback()]
+    learn = fit(learner(lambda: Two(nn.Linear(8,8), Detour(), nn.Linear(8,1)), cbs=cbs).to_fp16_dynamic(), 1)
+    assert learn.mixed_precision.history.skipped.tolist()==[False,True,False,False]
+
 def test_the_look_in_fp32_leaves_no_trace():
     "With and without TerminateOnNaNCallback: dropout, weights, statistics and what callbacks see are the same"
     class Look(Callback):
@@ -392,6 +402,11 @@ def test_calibration_is_no_spiral():
         learn = learner(cbs=Poison(range(10), 'backward')).to_fp16_dynamic(on_spiral='raise')
         fit(learn, 3)
     assert learn.mixed_precision.skipped==10
+
+def test_a_spiral_does_not_go_on_in_the_next_fit():
+    learn = learner(n=48, cbs=Poison(range(9), 'forward')).to_fp16_dynamic(on_spiral='raise', patience=4)
+    fit(learn, 1), fit(learn, 1)
+    with pytest.raises(FloatingPointError): fit(learn, 2)
 
 @pytest.mark.parametrize('where', ['forward','backward'])
 def test_overflow_in_one_of_several_accumulated_batches_drops_the_step(where):
