@@ -519,4 +519,4 @@ def test_lr_find_ends_where_the_loss_explodes(tmp_path):
         with learn.no_bar(): learn.lr_find(end_lr=1e10, num_it=40, show_plot=False)
         return learn
     a,b = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
-    assert len(a.recorder.losses)<35 and abs(len(a.recorder.losses)-len(b.recorder.losses))<=1 and b.mixed_precision.skipped
+    assert len(a.recorder.losses)<35 and abs(len(a.recorder.losses)-len(b.recorder.losses))<=3 and b.mixed_precision.skipped

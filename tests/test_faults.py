@@ -404,7 +404,7 @@ def test_calibration_is_no_spiral():
     assert learn.mixed_precision.skipped==10
 
 def test_a_spiral_does_not_go_on_in_the_next_fit():
-    learn = learner(n=48, cbs=Poison(range(9), 'forward')).to_fp16_dynamic(on_spiral='raise', patience=4)
+    learn = learner(n=48, cbs=Poison(range(99), 'forward')).to_fp16_dynamic(on_spiral='raise', patience=4)
     fit(learn, 1), fit(learn, 1)
     with pytest.raises(FloatingPointError): fit(learn, 2)
 
