@@ -112,8 +112,7 @@ def _set_random_state(learn, state):
 @patch
 def before_train(self:DynamicMixedPrecision):
     self._epoch_start = len(self._steps)
-    resumed = hasattr(self.learn, 'skip_to_epoch') and self.epoch==self.learn.skip_to_epoch._skip_to
-    if resumed and self._random: _set_random_state(self.learn, self._random)
+    if self._random and hasattr(self.learn, 'skip_to_epoch'): _set_random_state(self.learn, self._random) # a fit with a `start_epoch`
     self._random = None
 
 @patch

@@ -138,6 +138,12 @@ def test_only_a_resumed_fit_takes_up_the_random_state(tmp_path):
         fit(learn.load('a'), **kwargs)
         return weights(learn)
     assert not equal(again(n=1), again(n=1)) and equal(again(n=2, start_epoch=1), again(n=2, start_epoch=1))
+    def later():
+        learn.load('a')
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, lr=0.)
+        fit(learn, 2, start_epoch=1)
+        return weights(learn)
+    assert not equal(later(), later())
 
 def test_a_climb_goes_on_after_a_load(tmp_path):
     a = fit(learner(cbs=Poison(range(40), 'backward'), path=tmp_path).to_fp16_dynamic(), 11)
