@@ -189,6 +189,13 @@ def test_changed_by_a_callback_in_the_middle_of_a_fit(to, order):
         assert hasattr(b, 'mixed_precision')==(to!='to_fp32')
         like_fp32(a, b, rtol=0.1, atol=2e-2)
 
+def test_switched_off_for_one_fit():
+    "As fastai has it: `run=False` lasts until the end of the fit"
+    a,b = learner(shuffle=False),learner(shuffle=False).to_fp16_dynamic()
+    b.mixed_precision.run = False
+    assert equal(state(fit(a, 1)), state(fit(b, 1))) and len(b.mixed_precision.history)==0
+    assert not equal(state(fit(a, 1)), state(fit(b, 1))) and len(b.mixed_precision.history)==4
+
 def test_removed_and_interrupted_in_one_batch():
     class Remove(Callback):
         def after_pred(self): self.learn.to_fp32()
