@@ -40,8 +40,9 @@ class DynamicMixedPrecision(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','_noted','_forward','_random')
-    plan = _noted = _forward = _random = step_norm = None
+    _stateattrs = ('plan','_noted','_loss','_forward','_others','_random')
+    plan = _noted = _loss = _forward = _random = step_norm = None
+    _others = ()
     _skips = False # does this batch's step?
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
 
@@ -62,7 +63,8 @@ class DynamicMixedPrecision(MixedPrecision):
         self.skipped,self._stuck,self._epoch_start,self._steps = 0,0,0,[]
 
     def __call__(self, event_name):
-        if self.learn is not None: return super().__call__(event_name) # another callback may have removed this one at the same event
+        "Of several in a learner (one of them in `fit(cbs=…)`, say) the last is at work, the others rest"
+        if self.learn is not None and self is self.learn._grab_cbs(DynamicMixedPrecision)[-1]: return super().__call__(event_name)
 
     def make_plan(self, model:nn.Module) -> PrecisionPlan:
         "Who computes in what in `model`; tells what is wrong with it"
@@ -78,7 +80,7 @@ class DynamicMixedPrecision(MixedPrecision):
 def before_fit(self:DynamicMixedPrecision):
     "Plan anew, check model and optimizer, and see to it that no other mixed precision runs"
     for cb in self.learn._grab_cbs(MixedPrecision):
-        if cb is self: continue
+        if isinstance(cb, DynamicMixedPrecision): continue
         cb.run = False # its `before_fit` may come after this one
         self.learn.remove_cb(cb)
     self.learn.mixed_precision = self
@@ -119,7 +121,8 @@ def before_train(self:DynamicMixedPrecision):
 def drop_step(self:DynamicMixedPrecision):
     "Forget a step that was begun: its gradients are still multiplied by the loss scale and must not enter another"
     self.opt.zero_grad()
-    self._noted,self._forward,self._stuck = None,None,0
+    self.learn.model.zero_grad() # what the optimizer does not hold
+    self._noted,self._forward,self._others,self._stuck = None,None,(),0
 
 # %% ../nbs/05_callback.ipynb #ed52d2b6
 class _HalfCall:
@@ -151,15 +154,16 @@ def _batch(learn, f):
     if mp is None: return f()
     call = _HalfCall(learn, mp.ready())
     try:
-        learn.model = call
-        f()
+        try:
+            learn.model = call
+            f()
+        finally: _surely(call.give_back)
     except CancelBatchException: # the gradients wait for more: `GradientAccumulation` does this all the time
-        if mp.step_norm is not None: torch._foreach_mul_(grad_values(grad_params(learn.opt)), mp.scaler.get_scale()) # unscaled already
+        if mp.step_norm is not None: mp._scale(grad_params(learn.opt)) # it was unscaled already
         raise
     except BaseException:
         if learn.training and mp.learn is not None: mp.drop_step()
         raise
-    finally: _surely(call.give_back)
 
 def _backward(learn, f):
     "Run `f`, the backward pass, with norms in fp32 wherever it computes the forward pass again"
@@ -169,6 +173,7 @@ def _backward(learn, f):
     try:
         plan.place()
         f()
+        mp._forward = mp._loss if mp._forward is None else mp._forward+mp._loss
     finally: _surely(plan.release)
 
 # %% ../nbs/05_callback.ipynb #7e8ca9ba
@@ -202,10 +207,16 @@ def after_loss(self:DynamicMixedPrecision): pass # autocast is off already
 @patch
 def before_backward(self:DynamicMixedPrecision):
     loss = self.learn.loss_grad.float()
-    finite = 0*loss.detach().sum()
-    self._forward = finite if self._forward is None else self._forward+finite
+    self._loss = 0*loss.detach().sum()
+    self._scale([p for p in self._others if p.grad is not None])
+    self._others = ()
     if self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)) and not self.loss.isfinite().all(): self.learn.loss = self._loss_in_fp32()
     self.learn.loss_grad = self.scaler.scale(loss)
+
+@patch
+def _scale(self:DynamicMixedPrecision, params):
+    "Multiply the gradients of `params` by the loss scale"
+    if params: torch._foreach_mul_(grad_values(params), self.scaler.get_scale())
 
 @patch
 def _loss_in_fp32(self:DynamicMixedPrecision):
@@ -231,11 +242,13 @@ def before_step(self:DynamicMixedPrecision):
     params = grad_params(self.opt)
     scale,(noted,self._noted),(forward,self._forward) = self.scaler.get_scale(),(self._noted,None),(self._forward,None)
     if not params: return # the backward pass was cancelled
-    grads = grad_values(params)
-    if scale!=1: torch._foreach_mul_(grads, 1/scale)
+    held = set(params)
+    self._others = [p for p in self.ready().model.parameters() if p.grad is not None and p not in held]
+    grads,others = grad_values(params),grad_values(self._others)
+    if scale!=1: torch._foreach_mul_(grads+others, 1/scale)
     norm = get_total_norm(grads)
-    if forward is not None: norm = torch.where(norm.isfinite(), norm, forward.to(norm.device)+math.inf)
-    norm = norm.item()
+    finite = norm+0*get_total_norm(others).to(norm.device) if others else norm
+    norm = torch.where(finite.isfinite(), norm, forward.to(norm.device)+math.inf).item()
     overflow = not math.isfinite(norm)
     if not math.isnan(norm): self.scaler.update(found_inf=overflow)
     self._steps.append((scale, overflow, norm))
@@ -248,11 +261,14 @@ def _skip(self:DynamicMixedPrecision, noted, forward):
     self.skipped += 1
     self._skips = True
     self.opt.zero_grad() # also where a later callback cancels what fastai does after a step
+    self.learn.model.zero_grad()
     self.ready().restore_buffers(noted or [])
     if forward and hasattr(self.learn.model, 'reset'): self.learn.model.reset()
     self._check_spiral(forward)
     raise CancelStepException()
 
+@patch
+def after_cancel_step(self:DynamicMixedPrecision): self._noted = self._forward = None # perhaps by another callback, before `before_step`
 @patch
 def after_step(self:DynamicMixedPrecision): pass # the scaler was updated in `before_step`
 
@@ -290,6 +306,17 @@ def _check_spiral(self:DynamicMixedPrecision, forward):
 def after_fit(self:DynamicMixedPrecision): self.plan = None # made anew for the next: until then anybody may change the model
 
 # %% ../nbs/05_callback.ipynb #988703f1
+_remove_cb = _fastais(Learner, 'remove_cb')
+
+@patch
+def remove_cb(self:Learner, cb):
+    "fastai's own, which forgets `learn.mixed_precision` even if the one that goes (of a `fit(cbs=…)`, say) is another"
+    res,mps = _remove_cb(self, cb),self._grab_cbs(DynamicMixedPrecision)
+    if mps: self.mixed_precision = mps[-1]
+    return res
+
+Learner.remove_cb.fastais = _remove_cb
+
 def _use(learn, cb):
     cb.make_plan(learn.model) # says what is wrong before anything changes
     learn.remove_cbs([MixedPrecision, ModelToHalf, NonNativeMixedPrecision])
@@ -365,7 +392,7 @@ class GradNorm(_StepMetric):
 class _OptAndMore:
     "What `opt` is while a checkpoint is saved or loaded: the optimizer, the scaler of `mp`, and the random state"
     def __init__(self, opt, mp): self.opt,self.mp = opt,mp
-    def state_dict(self): return {**self.opt.state_dict(), 'scaler':self.mp.scaler.state_dict(), 'random':_random_state(self.mp.learn)}
+    def state_dict(self): return {**self.opt.state_dict(), 'scaler':self.mp.scaler.state_dict(), 'random':self.mp._random or _random_state(self.mp.learn)}
     def load_state_dict(self, sd):
         sd = dict(sd)
         scaler,self.mp._random = sd.pop('scaler', None),sd.pop('random', None)

@@ -10,6 +10,7 @@ import copy
 from abc import ABC
 from collections.abc import MutableMapping
 from contextlib import contextmanager
+from dataclasses import fields,is_dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 import torch
@@ -75,7 +76,7 @@ def find_modules(
 _half_types = (torch.float16, torch.bfloat16)
 
 def cast_floats(
-    o, # A tensor, or tuples, lists and dicts of them, of any depth; everything else is passed on
+    o, # A tensor, or tuples, lists, dicts and dataclasses of them, of any depth; everything else is passed on
     dtype:torch.dtype=torch.float32, # What to cast to
     types:tuple=_half_types # What to cast; other dtypes are left alone
 ): # Like `o`: containers keep their types (named tuples, dict subclasses), tensors their subclass
@@ -85,13 +86,18 @@ def cast_floats(
         res = o.to(dtype)
         if not torch.compiler.is_compiling(): res.__dict__.update(o.__dict__) # fastai's `SequentialEx` hangs the input of a block on a tensor
         return res
+    if is_dataclass(o) and not isinstance(o, (type,MutableMapping)):
+        res = copy.copy(o)
+        for f in fields(o): object.__setattr__(res, f.name, cast_floats(getattr(o, f.name), dtype, types)) # also where it is frozen
+        return res
     if isinstance(o, MutableMapping):
         res = copy.copy(o)
         for k,v in o.items(): res[k] = cast_floats(v, dtype, types)
         return res
     if not isinstance(o, (tuple,list,L)): return o
     res = [cast_floats(v, dtype, types) for v in o]
-    return type(o)(*res) if hasattr(o, '_fields') else type(o)(res)
+    try: return type(o)(*res) if hasattr(o, '_fields') else type(o)(res)
+    except TypeError: return tuple.__new__(type(o), res) if isinstance(o, tuple) else res # a class with a constructor of its own
 
 # %% ../nbs/01_precision.ipynb #0df55176
 class _Fp32Forward:
@@ -158,6 +164,12 @@ def _half_names(m):
             return () if own else names
     return ()
 
+# %% ../nbs/01_precision.ipynb #741d9000
+def _has_autocast(m):
+    "Does a method of `m`'s class enter an autocast context, or is it decorated with one?"
+    codes = [getattr(f, '__code__', None) for c in type(m).__mro__ for f in vars(c).values()]
+    return any(c and ('autocast' in c.co_names or 'autocast' in c.co_name) for c in codes)
+
 # %% ../nbs/01_precision.ipynb #e82b428b
 def _unwrap(
     model:nn.Module # Perhaps a `DistributedDataParallel`, a `DataParallel` or the result of `torch.compile`
@@ -197,7 +209,8 @@ class PrecisionPlan:
         if dev=='cpu' and dtype==torch.float16: self.kept.update((n,m) for n,m in model.named_modules() if isinstance(m, nn.RNNBase))
         self.norms = {n:m for n,m in model.named_modules() if is_norm(m)}
         kept = dict.fromkeys(c for m in self.kept.values() for c in m.modules())
-        inside = {**kept, **dict.fromkeys(c for m in self.norms.values() for c in m.modules())}
+        islands = [m for m in model.modules() if _has_autocast(m)]
+        inside = {**kept, **dict.fromkeys(c for m in (*self.norms.values(),*islands) for c in m.modules())}
         self.stand_ins = [_Fp32Forward(m, dev, m in kept) for m in {**kept, **dict.fromkeys(self.norms.values())}]
         self.slots = [(m._parameters,n) for m in model.modules() if m not in inside for n in _half_names(m)
                       if m._parameters.get(n) is not None and not is_lazy(m._parameters[n])]
@@ -234,6 +247,22 @@ def _surely(
         f()
         raise
 
+def _nesting():
+    "How many autocast contexts are open; at 0 torch forgets the weights that it has cast"
+    return torch.autocast_increment_nesting() and torch.autocast_decrement_nesting()
+
+def _mark(t):
+    "Changes when `t` is written to, or gets other data"
+    return t.data_ptr(),None if t.is_inference() else t._version
+
+@patch
+def _keep_writes(self:PrecisionPlan, written, copies):
+    "The forward pass wrote to these weights (a momentum encoder does): so must the masters be written, and directly from now on"
+    with torch.no_grad():
+        for p in written: p.copy_(copies[p])
+    ours = set(written)
+    self.slots = [(d,n) for d,n in self.slots if d[n] not in ours and not any(d[n] is copies[p] for p in written)]
+
 @patch
 @contextmanager
 def forward_pass(self:PrecisionPlan,
@@ -245,22 +274,27 @@ def forward_pass(self:PrecisionPlan,
     graph = [p for p in masters if p.requires_grad]
     frozen = [p for p in masters if not p.requires_grad]
     dev,fastpath = self.device_type,torch.backends.mha.get_fastpath_enabled()
-    autocast,dtype = torch.is_autocast_enabled(dev),torch.get_autocast_dtype(dev)
+    autocast,dtype,depth = torch.is_autocast_enabled(dev),torch.get_autocast_dtype(dev),_nesting()
     def put_back():
         for d,n,p in slots: d[n] = p
         torch.backends.mha.set_fastpath_enabled(fastpath)
         torch.set_autocast_enabled(dev, autocast) # torch has done this, and cleared its cache of cast weights, if no Ctrl-C came
         torch.set_autocast_dtype(dev, dtype)
+        for _ in range(_nesting()-depth): torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()
         if not until_backward: self.release()
     running = _Graph(self) if until_backward else None
     try:
         self.place()
-        if graph: masters.update(zip(graph, _HalfCopies.apply(self.dtype, running, *graph)))
+        with torch.enable_grad(): # for gradients that the model takes itself, also in a validation
+            if graph: masters.update(zip(graph, _HalfCopies.apply(self.dtype, running, *graph)))
         if frozen: masters.update(zip(frozen, _cast_all([p.detach() for p in frozen], self.dtype)))
         for d,n,p in slots: d[n] = masters[p]
+        marks = [_mark(c) for c in masters.values()]
         torch.backends.mha.set_fastpath_enabled(False) # it takes weights and inputs of one dtype only, and does not know of autocast
         with torch.autocast(dev, dtype=self.dtype): yield self
+        written = [p for (p,c),m in zip(masters.items(), marks) if _mark(c)!=m]
+        if written: self._keep_writes(written, masters)
     except BaseException: # its traceback may hold on to the graph
         self.release()
         raise

@@ -1,6 +1,7 @@
 "Beside other callbacks, optimizers and models of all shapes, in any order"
 import copy,math
 from collections import namedtuple
+from dataclasses import dataclass
 import pandas as pd
 import pytest,torch
 from fastai.basics import Adam,Callback,CancelStepException,DataLoader,DataLoaders,Learner,OptimWrapper,SGD,accuracy,ranger,TensorBase,TensorImage,nn,partial,set_seed,tensor
@@ -99,7 +100,8 @@ Out = namedtuple('Out', 'y extra')
 
 class MyDict(dict): pass
 
-@pytest.mark.parametrize('wrap,get', [(lambda y: Out(y, [y]), lambda p: p.y), (lambda y: MyDict(y=y, n=None), lambda p: p['y']), (lambda y: (y,y), lambda p: p[0]), (lambda y: [y], lambda p: p[0])])
+@pytest.mark.parametrize('wrap,get', [(lambda y: Out(y, [y]), lambda p: p.y), (lambda y: MyDict(y=y, n=None), lambda p: p['y']), (lambda y: (y,y), lambda p: p[0]), (lambda y: [y], lambda p: p[0]),
+                                      (lambda y: Dataclass(y), lambda p: p.y), (lambda y: Odd(y, y), lambda p: p[1])])
 def test_outputs_keep_their_types(wrap, get):
     class Model(nn.Module):
         def __init__(self):
@@ -123,7 +125,7 @@ def running(learn):
     "The mixed-precision callbacks that worked in a fit"
     class Who(Callback):
         order = 99
-        def after_batch(self): self.who = [cb for cb in self.learn.cbs if isinstance(cb, MixedPrecision) and cb.run]
+        def after_batch(self): self.who = [cb for cb in self.learn.cbs if isinstance(cb, MixedPrecision) and cb.run and self.learn.mixed_precision is cb]
     who = Who()
     fit(learn, 1, cbs=who)
     return who.who
@@ -139,6 +141,17 @@ def test_only_one_runs(monkeypatch):
         who, = running(learn)
         assert type(who) is DynamicMixedPrecision and learn.mixed_precision is who and len(who.history)==4
         assert not learn.to_fp32()._grab_cbs(MixedPrecision) and not hasattr(learn, 'mixed_precision') and running(learn)==[]
+
+def test_one_for_a_single_fit():
+    "It takes the place of the learner's own, which is there again afterwards"
+    learn = learner().to_fp16_dynamic()
+    own,other = learn.mixed_precision,DynamicMixedPrecision('bf16')
+    fit(learn, 1, cbs=other)
+    assert len(other.history)==4 and len(own.history)==0
+    assert learn.mixed_precision is own and running(learn)==[own] and len(own.history)==4
+    with pytest.raises(KeyboardInterrupt): fit(learn, 1, cbs=[DynamicMixedPrecision(), Raise('before_step', KeyboardInterrupt)])
+    fit(learn, 1, cbs=MixedPrecision())
+    assert learn.mixed_precision is own and len(own.history)==8
 
 @pytest.mark.parametrize('first', [True, False])
 def test_distributed_trainer(first, monkeypatch):
@@ -287,6 +300,40 @@ class Fourier(Net):
         self.w = nn.Parameter(torch.randn(9, dtype=torch.complex64)/9)
     def forward(self, x): return self.head(torch.fft.irfft(torch.fft.rfft(self.body(x).float())*self.w, n=16))
 
+class Momentum(Net):
+    "Writes weights in its forward pass, as MoCo's momentum encoder; `how` is one of several ways"
+    def __init__(self, how):
+        super().__init__(slow=nn.Linear(16,1).requires_grad_(False))
+        self.how = how
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                for a,b in zip(self.head.parameters(), self.slow.parameters()):
+                    if self.how=='data': b.data = b.data*0.5+a.data*0.5
+                    elif self.how=='in place': b.mul_(0.5).add_(a, alpha=0.5)
+                if self.how=='state': self.slow.load_state_dict(self.head.state_dict())
+        x = self.body(x)
+        return self.head(x)+self.slow(x)
+
+class Island(Net):
+    "A part leaves autocast, as half precision asks of a part that it cannot hold"
+    def forward(self, x):
+        x = self.body(x)
+        with torch.autocast('cpu', enabled=False): return self.head(x.float())
+
+class Decorated(Net):
+    @torch.autocast('cpu', enabled=False)
+    def last(self, x): return self.head(x.float())
+    def forward(self, x): return self.last(self.body(x))
+
+class OwnGradient(Net):
+    "Takes a gradient with respect to its parameters in the forward pass, in validation as well"
+    def forward(self, x):
+        with torch.enable_grad():
+            y = self.head(self.body(x))
+            g = torch.autograd.grad(y.float().mean(), list(self.head.parameters()), create_graph=True)
+        return y*(1+sum(o.float().pow(2).sum() for o in g)/10)
+
 class Wide(Net):
     "A part computes in float64"
     def forward(self, x): return self.head(self.fine(self.body(x).double()).float())
@@ -321,7 +368,9 @@ def parametrized():
 def ws_conv(): return nn.Sequential(nn.Unflatten(1, (1,8)), nn.Conv1d(1,8,3), nn.GroupNorm(2,8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(1))
 def unet_block(): return nn.Sequential(SequentialEx(nn.Linear(8,8), nn.BatchNorm1d(8), nn.ReLU(), MergeLayer()), SequentialEx(nn.Linear(8,8), MergeLayer(dense=True)), nn.Linear(16,1))
 
-shapes = {'tied':Tied, 'direct':lambda: Direct(norm=nn.LayerNorm(16)), 'buffers':Buffers, 'complex':Fourier, 'float64':lambda: Wide(fine=nn.Linear(16,16).double()),
+shapes = {'tied':Tied, 'direct':lambda: Direct(norm=nn.LayerNorm(16)), 'buffers':Buffers, 'complex':Fourier, 'island':Island, 'decorated':Decorated, 'own gradient':OwnGradient,
+    **{f'writes: {how}': partial(Momentum, how) for how in ('data','in place','state')},
+    'float64':lambda: Wide(fine=nn.Linear(16,16).double()),
     'attention':lambda: Attention(inp=nn.Linear(1,8), attn=nn.MultiheadAttention(8,2,batch_first=True), ln=nn.LayerNorm(8), out=nn.Linear(8,1)),
     'integers':lambda: Counting(emb=nn.Embedding(8,8)), 'checkpointed':lambda: Checkpointed(reentrant=False, inp=nn.Linear(8,8)), 'reentrant':lambda: Checkpointed(reentrant=True, inp=nn.Linear(8,8)),
     'parameters':Param, 'parametrized':parametrized, 'lazy':ws_conv,
@@ -364,6 +413,23 @@ def test_fastais_merge_layers_kept_in_fp32(which):
     keep = {'MergeLayer':MergeLayer, 'everything':nn.Module, 'inner':'0.layers.1'}[which]
     a,b = [fit(to(learner(unet_block, shuffle=False)), 2) for to in (Learner.to_fp32, partial(Learner.to_fp16_dynamic, keep_fp32=keep))]
     like_fp32(a, b)
+
+@pytest.mark.parametrize('clip', [GradientClip, GradientNormClip])
+@pytest.mark.parametrize('overflow', [(), {1}])
+def test_parameters_that_the_optimizer_does_not_hold(clip, overflow):
+    "Their gradients are nobody's to zero; fastai's GradientClip takes them in"
+    def run(to): return fit(to(learner(mlp, shuffle=False, splitter=lambda m: [list(m[3].parameters())], opt_func=SGD, lr=0.1, cbs=[clip(0.05), Poison(overflow, 'backward')])), 2)
+    a,b = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
+    if not overflow: like_fp32(a, b)
+    assert b.mixed_precision.skipped==len(overflow) and all(v.isfinite().all() for v in state(b).values()) and not equal(weights(b)[4:], weights(learner(mlp))[4:])
+
+@dataclass(frozen=True)
+class Dataclass:
+    y: torch.Tensor
+    n: int = 1
+
+class Odd(tuple):
+    def __new__(cls, a, b): return super().__new__(cls, (a,b))
 
 @both
 def test_several_inputs_and_outputs_in_a_dict(to, dtype):

@@ -166,6 +166,7 @@ def test_ctrl_c_at_any_line_of_ours():
     k,x = 1,torch.randn(4,8)
     while True:
         learn,stop = learner(Bare, n=32, cbs=Poison({1}, 'backward')).to_fp16_dynamic(),StopAtLine(k)
+        learn.create_opt()
         try:
             sys.settrace(stop)
             fit(learn, 1)
@@ -173,7 +174,8 @@ def test_ctrl_c_at_any_line_of_ours():
         finally: sys.settrace(None)
         if stop.line is None: break
         clean(learn)
-        assert torch.get_autocast_dtype('cpu')==torch.bfloat16, stop.line # torch's default
+        torch.autocast_increment_nesting()
+        assert torch.autocast_decrement_nesting()==0 and torch.get_autocast_dtype('cpu')==torch.bfloat16, stop.line # torch's default
         pickle.loads(pickle.dumps(learn))
         before = weights(learn)
         fit(learn.remove_cb(Poison), 1)
@@ -216,6 +218,21 @@ def test_cancelled(ex, order):
         b,_ = run(Learner.to_fp16_dynamic, event, {0})
         clean(b)
         assert b.mixed_precision.skipped==b.mixed_precision.history.skipped.sum()==(event!='before_fit'), event
+
+@pytest.mark.parametrize('event,order,ex', [('before_step',0,'Step'), ('before_backward',99,'Batch'), ('after_backward',0,'Batch')])
+def test_cancelled_batches_say_nothing_about_the_next_step(event, order, ex):
+    "A callback cancels each second batch, whose loss is NaN; the scale finds its level by the others"
+    class Guard(Callback):
+        def guard(self):
+            if self.train_iter%2: raise getattr(fastai.basics, f'Cancel{ex}Exception')()
+    guard = Guard()
+    guard.order = order
+    setattr(guard, event, guard.guard)
+    def loss_func(p, t): return mse(p, t)*1e4
+    cbs = [guard, Poison(range(1,99,2), 'forward')] if event!='after_backward' else [guard]
+    learn = fit(learner(plain_mlp, loss_func=loss_func, cbs=cbs).to_fp16_dynamic(), 15)
+    df = learn.mixed_precision.history
+    assert learn.mixed_precision.scaler.get_scale()<2**16 and not df.skipped.iloc[-4:].any() and not df.grad_norm.isna().any()
 
 def test_cancelled_after_a_skipped_step():
     "Gradients that overflowed are not accumulated"
