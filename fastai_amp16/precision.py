@@ -260,8 +260,7 @@ def _keep_writes(self:PrecisionPlan, written, copies):
     "The forward pass wrote to these weights (a momentum encoder does): so must the masters be written, and directly from now on"
     with torch.no_grad():
         for p in written: p.copy_(copies[p])
-    ours = set(written)
-    self.slots = [(d,n) for d,n in self.slots if d[n] not in ours and not any(d[n] is copies[p] for p in written)]
+    self.slots = [(d,n) for d,n in self.slots if not any(d.get(n) is copies[p] for p in written)]
 
 @patch
 @contextmanager

@@ -418,10 +418,31 @@ def test_fastais_merge_layers_kept_in_fp32(which):
 @pytest.mark.parametrize('overflow', [(), {1}])
 def test_parameters_that_the_optimizer_does_not_hold(clip, overflow):
     "Their gradients are nobody's to zero; fastai's GradientClip takes them in"
-    def run(to): return fit(to(learner(mlp, shuffle=False, splitter=lambda m: [list(m[3].parameters())], opt_func=SGD, lr=0.1, cbs=[clip(0.05), Poison(overflow, 'backward')])), 2)
+    def run(to): return fit(to(learner(mlp, shuffle=False, splitter=lambda m: [list(m[3].parameters())], opt_func=SGD, lr=3., cbs=[clip(0.05), Poison(overflow, 'backward')])), 2)
     a,b = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
     if not overflow: like_fp32(a, b)
     assert b.mixed_precision.skipped==len(overflow) and all(v.isfinite().all() for v in state(b).values()) and not equal(weights(b)[4:], weights(learner(mlp))[4:])
+
+def test_overflow_in_parameters_that_the_optimizer_does_not_hold():
+    "It is an overflow as any other: GradientClip would spread it"
+    learn = learner(mlp, shuffle=False, splitter=lambda m: [list(m[3].parameters())], cbs=GradientClip())
+    learn.model[0].weight.register_hook(lambda g: g*(math.inf if learn.train_iter==2 else 1.))
+    fit(learn.to_fp16_dynamic(), 2)
+    assert learn.mixed_precision.history.skipped.tolist()==[i==2 for i in range(8)] and all(v.isfinite().all() for v in state(learn).values())
+    with pytest.raises(KeyboardInterrupt): fit(learn, 1, cbs=Raise('after_backward', KeyboardInterrupt))
+    assert all(p.grad is None for p in learn.model.parameters())
+
+def test_small_writes_in_the_forward_pass_add_up():
+    "In half precision 1+1e-4 is 1: only the first of them may be lost"
+    class Counter(Net):
+        def forward(self, x):
+            if self.training:
+                with torch.no_grad(): self.slow.bias.add_(1e-4)
+            return super().forward(x)+0*self.slow(self.body(x))
+    learn = fit(learner(lambda: Counter(slow=nn.Linear(16,1).requires_grad_(False))).to_fp16_dynamic(), 0)
+    learn.model.slow.bias.data.fill_(1.)
+    fit(learn, 10)
+    assert learn.model.slow.bias.item()==pytest.approx(1+40e-4, abs=2e-4)
 
 @dataclass(frozen=True)
 class Dataclass:
