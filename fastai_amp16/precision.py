@@ -6,7 +6,7 @@
 __all__ = ['norm_types', 'register_norm', 'is_norm', 'find_modules', 'cast_floats', 'PrecisionPlan', 'half_forward']
 
 # %% ../nbs/01_precision.ipynb #b02921df
-import copy
+import copy,functools
 from abc import ABC
 from collections.abc import MutableMapping
 from contextlib import contextmanager
@@ -165,9 +165,10 @@ def _half_names(m):
     return ()
 
 # %% ../nbs/01_precision.ipynb #741d9000
-def _has_autocast(m):
-    "Does a method of `m`'s class enter an autocast context, or is it decorated with one?"
-    codes = [getattr(f, '__code__', None) for c in type(m).__mro__ for f in vars(c).values()]
+@functools.cache
+def _has_autocast(cls):
+    "Does a method of `cls` enter an autocast context, or is it decorated with one?"
+    codes = [getattr(f, '__code__', None) for c in cls.__mro__ for f in vars(c).values()]
     return any(c and ('autocast' in c.co_names or 'autocast' in c.co_name) for c in codes)
 
 # %% ../nbs/01_precision.ipynb #e82b428b
@@ -185,7 +186,8 @@ class PrecisionPlan:
     """Who computes in what: the weights of `model` that have half-precision copies in a forward pass, and the modules that stay in fp32
 
     Norms stay in fp32, so does what `keep_fp32` names, with all modules inside. Code that reads a cast weight elsewhere in the forward
-    pass (a penalty on `self.head.weight`, say) reads its half-precision copy; to keep the layer in fp32 gives it the master. `ValueError` for a model without parameters, with
+    pass (a penalty on `self.head.weight`, say) reads its half-precision copy; to keep the layer in fp32 gives it the master. What a forward
+    pass writes to a weight is written to the master. `ValueError` for a model without parameters, with
     half-precision parameters, on a device without autocast, and for an entry of `keep_fp32` that names no module."""
     def __init__(self,
         model:nn.Module, # The model, wrapped or not
@@ -209,7 +211,7 @@ class PrecisionPlan:
         if dev=='cpu' and dtype==torch.float16: self.kept.update((n,m) for n,m in model.named_modules() if isinstance(m, nn.RNNBase))
         self.norms = {n:m for n,m in model.named_modules() if is_norm(m)}
         kept = dict.fromkeys(c for m in self.kept.values() for c in m.modules())
-        islands = [m for m in model.modules() if _has_autocast(m)]
+        islands = [m for m in model.modules() if _has_autocast(type(m))]
         inside = {**kept, **dict.fromkeys(c for m in (*self.norms.values(),*islands) for c in m.modules())}
         self.stand_ins = [_Fp32Forward(m, dev, m in kept) for m in {**kept, **dict.fromkeys(self.norms.values())}]
         self.slots = [(m._parameters,n) for m in model.modules() if m not in inside for n in _half_names(m)
