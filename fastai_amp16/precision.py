@@ -253,9 +253,9 @@ def _nesting():
     "How many autocast contexts are open; at 0 torch forgets the weights that it has cast"
     return torch.autocast_increment_nesting() and torch.autocast_decrement_nesting()
 
-def _mark(t):
-    "Changes when `t` is written to, or gets other data"
-    return t.data_ptr(),None if t.is_inference() else t._version
+def _marks(ts):
+    "Numbers that change when one of the tensors `ts` is written to, or gets other data"
+    return [t.data_ptr() for t in ts],[] if torch.is_inference_mode_enabled() else [t._version for t in ts]
 
 @patch
 def _keep_writes(self:PrecisionPlan, written, copies):
@@ -291,11 +291,11 @@ def forward_pass(self:PrecisionPlan,
             if graph: masters.update(zip(graph, _HalfCopies.apply(self.dtype, running, *graph)))
         if frozen: masters.update(zip(frozen, _cast_all([p.detach() for p in frozen], self.dtype)))
         for d,n,p in slots: d[n] = masters[p]
-        marks = [_mark(c) for c in masters.values()]
+        marks = _marks(masters.values())
         torch.backends.mha.set_fastpath_enabled(False) # it takes weights and inputs of one dtype only, and does not know of autocast
         with torch.autocast(dev, dtype=self.dtype): yield self
-        written = [p for (p,c),m in zip(masters.items(), marks) if _mark(c)!=m]
-        if written: self._keep_writes(written, masters)
+        now = _marks(masters.values())
+        if now!=marks: self._keep_writes([p for p,*m in zip(masters, *now, *marks) if m[:2]!=m[2:]], masters)
     except BaseException: # its traceback may hold on to the graph
         self.release()
         raise
