@@ -173,7 +173,7 @@ def _backward(learn, f):
     try:
         plan.place()
         f()
-        mp._forward = mp._loss if mp._forward is None else mp._forward+mp._loss
+        if mp._loss is not None: mp._forward = mp._loss if mp._forward is None else mp._forward+mp._loss
     finally: _surely(plan.release)
 
 # %% ../nbs/05_callback.ipynb #7e8ca9ba
@@ -243,12 +243,13 @@ def before_step(self:DynamicMixedPrecision):
     scale,(noted,self._noted),(forward,self._forward) = self.scaler.get_scale(),(self._noted,None),(self._forward,None)
     if not params: return # the backward pass was cancelled
     held = set(params)
-    self._others = [p for p in self.ready().model.parameters() if p.grad is not None and p not in held]
+    self._others = [p for p in self.ready().params if p.grad is not None and p not in held]
     grads,others = grad_values(params),grad_values(self._others)
     if scale!=1: torch._foreach_mul_(grads+others, 1/scale)
     norm = get_total_norm(grads)
     finite = norm+0*get_total_norm(others).to(norm.device) if others else norm
-    norm = torch.where(finite.isfinite(), norm, forward.to(norm.device)+math.inf).item()
+    bad = math.inf if forward is None else forward.to(norm.device)+math.inf # None: gradients without a backward pass in this step
+    norm = torch.where(finite.isfinite(), norm, bad).item()
     overflow = not math.isfinite(norm)
     if not math.isnan(norm): self.scaler.update(found_inf=overflow)
     self._steps.append((scale, overflow, norm))

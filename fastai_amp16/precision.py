@@ -216,6 +216,7 @@ class PrecisionPlan:
         self.stand_ins = [_Fp32Forward(m, dev, m in kept) for m in {**kept, **dict.fromkeys(self.norms.values())}]
         self.slots = [(m._parameters,n) for m in model.modules() if m not in inside for n in _half_names(m)
                       if m._parameters.get(n) is not None and not is_lazy(m._parameters[n])]
+        self.params = list(model.parameters())
         self.buffers = [(c._buffers,n) for m in self.norms.values() for c in m.modules() for n in c._buffers]
 
     @property

@@ -234,6 +234,13 @@ def test_cancelled_batches_say_nothing_about_the_next_step(event, order, ex):
     df = learn.mixed_precision.history
     assert learn.mixed_precision.scaler.get_scale()<2**16 and not df.skipped.iloc[-4:].any() and not df.grad_norm.isna().any()
 
+def test_cancelled_backward_passes_where_gradients_are_zeroed_in_place():
+    "As fastai's optimizers do: there is a gradient in every step"
+    def run(to): return fit(to(learner(plain_mlp, shuffle=False, opt_func=SGD, cbs=Raise('before_backward', fastai.basics.CancelBackwardException, (2,3,6)))), 2)
+    a,b = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
+    assert b.mixed_precision.history.skipped.tolist()==[False]*8
+    for p,q in zip(weights(a), weights(b)): torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-4)
+
 def test_cancelled_after_a_skipped_step():
     "Gradients that overflowed are not accumulated"
     learn = fit(learner(cbs=[Raise('after_cancel_step', CancelBatchException, (1,)), Poison({1}, 'backward')]).to_fp16_dynamic(), 2)
