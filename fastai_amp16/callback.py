@@ -85,11 +85,11 @@ def before_fit(self:DynamicMixedPrecision):
         self.learn.remove_cb(cb)
     self.learn.mixed_precision = self
     self.plan = None
-    device = self.ready().param.device
+    device = self.ready().params[0].device
     if self.amp_mode==AMPMode.BF16 and _emulates_bf16(device):
         warn(f"{torch.cuda.get_device_name(device)} has no bf16 arithmetic and only emulates it, slowly: use to_fp16_dynamic().")
     if self.opt is None: return # a validation before any fit
-    ours,held = set(self.plan.model.parameters()),[p for pg in self.opt.param_lists for p in pg]
+    ours,held = set(self.plan.params),[p for pg in self.opt.param_lists for p in pg]
     if held and not any(p in ours for p in held):
         raise ValueError("The optimizer holds none of the model's parameters and would train another model: call learn.create_opt().")
 
@@ -118,10 +118,14 @@ def before_train(self:DynamicMixedPrecision):
     self._random = None
 
 @patch
-def drop_step(self:DynamicMixedPrecision):
-    "Forget a step that was begun: its gradients are still multiplied by the loss scale and must not enter another"
+def _zero_grad(self:DynamicMixedPrecision):
     self.opt.zero_grad()
     self.learn.model.zero_grad() # what the optimizer does not hold
+
+@patch
+def drop_step(self:DynamicMixedPrecision):
+    "Forget a step that was begun: its gradients are still multiplied by the loss scale and must not enter another"
+    self._zero_grad()
     self._noted,self._forward,self._others,self._stuck = None,None,(),0
 
 # %% ../nbs/05_callback.ipynb #ed52d2b6
@@ -261,8 +265,7 @@ def before_step(self:DynamicMixedPrecision):
 def _skip(self:DynamicMixedPrecision, noted, forward):
     self.skipped += 1
     self._skips = True
-    self.opt.zero_grad() # also where a later callback cancels what fastai does after a step
-    self.learn.model.zero_grad()
+    self._zero_grad() # also where a later callback cancels what fastai does after a step
     self.ready().restore_buffers(noted or [])
     if forward and hasattr(self.learn.model, 'reset'): self.learn.model.reset()
     self._check_spiral(forward)

@@ -199,8 +199,8 @@ class PrecisionPlan:
             raise ValueError(f"DataParallel over {len(model.device_ids)} devices is not supported: use DistributedDataParallel (learn.to_distributed).")
         self.wrapped,self.model,self.dtype,self.graphs = model,_unwrap(model),dtype,0
         model = self.model
-        self.param = next(model.parameters(), None)
-        if self.param is None: raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train in half precision.")
+        self.params = list(model.parameters())
+        if not self.params: raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train in half precision.")
         half = next((f'{n} is {p.dtype}' for n,p in model.named_parameters() if p.dtype in _half_types), None)
         if half: raise ValueError(f"The parameters must be fp32 master weights and {half}: call model.float() before training.")
         dev = self.device_type
@@ -216,13 +216,12 @@ class PrecisionPlan:
         self.stand_ins = [_Fp32Forward(m, dev, m in kept) for m in {**kept, **dict.fromkeys(self.norms.values())}]
         self.slots = [(m._parameters,n) for m in model.modules() if m not in inside for n in _half_names(m)
                       if m._parameters.get(n) is not None and not is_lazy(m._parameters[n])]
-        self.params = list(model.parameters())
         self.buffers = [(c._buffers,n) for m in self.norms.values() for c in m.modules() for n in c._buffers]
 
     @property
     def device_type(self) -> str:
         "Type of the device that the model is on: 'cpu', 'cuda', 'mps', ..."
-        return self.param.device.type
+        return self.params[0].device.type
 
     def release(self):
         "Give the fp32 modules their own `forward` back"
