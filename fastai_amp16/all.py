@@ -3,4 +3,5 @@ from .scaler import *
 from .precision import *
 from .optimizer import *
 from .clip import *
+from .diagnose import PrecisionReport
 from .callback import *

@@ -14,8 +14,9 @@ from fastai.callback.training import GradientClip
 from fastai.text.learner import TextLearner
 from torch.nn.utils import get_total_norm
 from .scaler import DynamicScaler
-from .precision import PrecisionPlan,cast_floats,_surely
+from .precision import PrecisionPlan,cast_floats,find_modules,_surely
 from .clip import GradientNormClip,grad_params,grad_values
+from .diagnose import Batch,Case,PrecisionReport,diagnose,heal,replay,untouched,_tensors
 
 # %% ../nbs/05_callback.ipynb #8289ab21
 def _check(ok, name, value, allowed):
@@ -40,17 +41,17 @@ class DynamicMixedPrecision(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','_noted','_loss','_forward','_others','_random')
+    _stateattrs = ('plan','_noted','_loss','_forward','_others','_random','_batches')
     plan = _noted = _loss = _forward = _random = step_norm = None
-    _others = ()
+    _others = _batches = ()
     _skips = False # does this batch's step?
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
 
     def __init__(self,
         amp_mode:str|AMPMode=AMPMode.FP16, # 'fp16' or 'bf16'; with bf16 nothing is scaled
         keep_fp32=None, # What else stays in fp32: modules, module types, dotted names with `*`, predicates `(name, module) -> bool`
-        on_spiral:str='heal', # When overflows do not end: 'warn' or 'raise'; 'heal' does what 'warn' does until it can heal
-        patience:int=3, # That many overflows in a row that no lower scale answers are a spiral
+        on_spiral:str='heal', # When overflows do not end: 'heal' keeps what overflows in fp32, 'warn' says what it is, 'raise' raises that
+        patience:int=3, # That many overflows in a row are looked into; in the forward pass, which no scale answers, two in all
         **kwargs
     ):
         modes = [o.value for o in AMPMode]
@@ -61,6 +62,8 @@ class DynamicMixedPrecision(MixedPrecision):
         self.amp_mode = AMPMode(amp_mode)
         self.scaler = DynamicScaler('cpu', enabled=self.amp_mode==AMPMode.FP16, **kwargs)
         self.skipped,self._stuck,self._epoch_start,self._steps = 0,0,0,[]
+        self.reports,self.promoted = [],[] # what diagnoses found, and what healing keeps in fp32, as `keep_fp32` takes it
+        self._broken,self._wait,self._pause = 0,0,0
 
     def __call__(self, event_name):
         "Of several in a learner (one of them in `fit(cbs=…)`, say) the last is at work, the others rest"
@@ -68,7 +71,12 @@ class DynamicMixedPrecision(MixedPrecision):
 
     def make_plan(self, model:nn.Module) -> PrecisionPlan:
         "Who computes in what in `model`; tells what is wrong with it"
-        return PrecisionPlan(model, torch.float16 if self.amp_mode==AMPMode.FP16 else torch.bfloat16, self.keep_fp32)
+        return PrecisionPlan(model, self.dtype, self._keep())
+
+    @property
+    def dtype(self): return torch.float16 if self.amp_mode==AMPMode.FP16 else torch.bfloat16
+
+    def _keep(self): return [*([] if self.keep_fp32 is None else self.keep_fp32 if is_listy(self.keep_fp32) else [self.keep_fp32]), *self.promoted]
 
     def ready(self) -> PrecisionPlan:
         "The plan for `learn.model` as it is now: others may have wrapped it since"
@@ -115,6 +123,7 @@ def _set_random_state(learn, state):
 def before_train(self:DynamicMixedPrecision):
     self._epoch_start = len(self._steps)
     if self._random and hasattr(self.learn, 'skip_to_epoch'): _set_random_state(self.learn, self._random) # a fit with a `start_epoch`
+    else: self._broken = 0
     self._random = None
 
 @patch
@@ -126,7 +135,7 @@ def _zero_grad(self:DynamicMixedPrecision):
 def drop_step(self:DynamicMixedPrecision):
     "Forget a step that was begun: its gradients are still multiplied by the loss scale and must not enter another"
     self._zero_grad()
-    self._noted,self._forward,self._others,self._stuck = None,None,(),0
+    self._noted,self._forward,self._others,self._batches,self._stuck = None,None,(),(),0
 
 # %% ../nbs/05_callback.ipynb #ed52d2b6
 class _HalfCall:
@@ -137,6 +146,9 @@ class _HalfCall:
     def __call__(self, *args, **kwargs):
         self.give_back()
         with self.plan.forward_pass(until_backward=False): return self.model(*args, **kwargs)
+
+_not_faults = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, CancelTrainException,
+               CancelValidException, torch.OutOfMemoryError)
 
 def _running(learn):
     "The `DynamicMixedPrecision` that is at work in `learn`, if one is"
@@ -156,12 +168,19 @@ def _batch(learn, f):
     "Run `f`, which works on one batch, its forward pass in half precision"
     mp = _running(learn)
     if mp is None: return f()
-    call = _HalfCall(learn, mp.ready())
-    try:
+    def run():
+        call = _HalfCall(learn, mp.ready())
         try:
             learn.model = call
             f()
         finally: _surely(call.give_back)
+    try:
+        try: run()
+        except _not_faults: raise
+        except Exception as e:
+            if not mp._rescue(e): raise
+            run()
+        if not learn.training and not mp._is_finite() and mp._rescue(): run()
     except CancelBatchException: # the gradients wait for more: `GradientAccumulation` does this all the time
         if mp.step_norm is not None: mp._scale(grad_params(learn.opt)) # it was unscaled already
         raise
@@ -199,8 +218,10 @@ Learner._with_events.fastais = _with_events_fp32
 # %% ../nbs/05_callback.ipynb #c39b9660
 @patch
 def before_batch(self:DynamicMixedPrecision):
-    self.step_norm,self._skips = None,False
-    if self.training and self._forward is None: self._noted = self.ready().note_buffers() # at the first of several accumulated batches
+    self.step_norm,self._skips,self._loss = None,False,None
+    if self.training and self._forward is None: # at the first of several accumulated batches
+        self._noted,self._batches = self.ready().note_buffers(),()
+    if self.training and (self._broken or self._stuck): self._batches = (*self._batches, Batch.of(self.learn, get_random_states())) # to be run again
 
 @patch
 def after_pred(self:DynamicMixedPrecision): self.learn.pred = cast_floats(self.pred)
@@ -225,20 +246,9 @@ def _scale(self:DynamicMixedPrecision, params):
 @patch
 def _loss_in_fp32(self:DynamicMixedPrecision):
     "The loss that fp32 has for the batch at hand; random state and norm statistics are as before"
-    pred,plan,states = self.pred,self.ready(),get_random_states()
-    if isinstance(pred, Tensor) and pred.isfinite().all(): return self.loss # the loss function did it, in fp32
-    noted = plan.note_buffers()
-    own = [(d,n,d[n]) for d,n,_ in noted]
-    try:
-        for d,n,copy in noted: d[n] = copy # the backward pass wants the others as they are
-        with torch.no_grad():
-            self.learn.pred = plan.model(*self.xb)
-            self.learn('after_pred')
-            return self.learn.loss_func(self.pred, *self.yb)
-    finally:
-        self.learn.pred = pred
-        for d,n,o in own: d[n] = o
-        set_random_states(**states)
+    if isinstance(self.pred, Tensor) and self.pred.isfinite().all(): return self.loss # the loss function did it, in fp32
+    fp32 = replay(self.learn, Batch.of(self.learn), backward=False, look=False)
+    return self.loss if fp32.error else fp32.results
 
 # %% ../nbs/05_callback.ipynb #d26bdb84
 @patch
@@ -257,18 +267,18 @@ def before_step(self:DynamicMixedPrecision):
     overflow = not math.isfinite(norm)
     if not math.isnan(norm): self.scaler.update(found_inf=overflow)
     self._steps.append((scale, overflow, norm))
-    if overflow: self._skip(noted, math.isnan(norm))
+    if overflow: self._skip(noted, math.isnan(norm), scale)
     self.scaler.climb()
     self.step_norm,self._stuck = norm,0
 
 @patch
-def _skip(self:DynamicMixedPrecision, noted, forward):
+def _skip(self:DynamicMixedPrecision, noted, forward, scale):
     self.skipped += 1
     self._skips = True
     self._zero_grad() # also where a later callback cancels what fastai does after a step
     self.ready().restore_buffers(noted or [])
     if forward and hasattr(self.learn.model, 'reset'): self.learn.model.reset()
-    self._check_spiral(forward)
+    self._check_spiral(forward, scale)
     raise CancelStepException()
 
 @patch
@@ -293,17 +303,84 @@ def after_batch(self:DynamicMixedPrecision):
 
 # %% ../nbs/05_callback.ipynb #767ac30a
 @patch
-def _check_spiral(self:DynamicMixedPrecision, forward):
-    s = self.scaler
-    can_lower = s.is_enabled() and s.dynamic and s.get_scale()>s.min_scale
-    self._stuck = 0 if can_lower and not forward else self._stuck+1
-    if self._stuck!=self.patience: return
-    where = "The forward pass overflows" if forward else f"Gradients overflow at the loss scale {s.get_scale():g}, which cannot go lower"
-    remedy = ("keep the layer that overflows in fp32 (keep_fp32=), or train in bf16 (to_bf16_dynamic)" if s.is_enabled() else
-              "bf16 has the range of fp32, so look for divergence or for non-finite data")
-    msg = f"{where}: {self.patience} steps in a row were skipped, and no loss scale helps; {remedy}."
-    if self.on_spiral=='raise': raise FloatingPointError(msg)
-    warn(msg)
+def _check_spiral(self:DynamicMixedPrecision, forward, scale):
+    self._stuck += 1
+    self._broken += forward
+    if self._stuck<self.patience and not (forward and self._broken>1): return
+    report = self._examine(scale)
+    lost = report and report.verdict in ('divergence','weights') and self._stuck>=self.patience
+    if lost and self.on_spiral=='heal': raise CancelFitException()
+
+@patch
+def _rescue(self:DynamicMixedPrecision, e=None):
+    "The forward pass raised `e`, or is not finite outside training: if that is half precision's doing, mend it, so that it can run again"
+    before = len(self.promoted)
+    if self._loss is None and hasattr(self.learn, 'xb'): self._examine(self.scaler.get_scale(), e) # else it was the backward pass
+    return len(self.promoted)>before
+
+@patch
+def _examine(self:DynamicMixedPrecision, scale, e=None):
+    "Why is a batch not finite in half precision? Do about it what `on_spiral` says; the report, or `None` where there is nothing to tell"
+    s,healed = self.scaler,None
+    if e is None and self._wait:
+        self._wait -= 1
+        return
+    self._pause = self._wait = 2*self._pause+1 # less and less often, unless it helps
+    try:
+        for batch in self._batches or [Batch.of(self.learn)]:
+            case = Case(self.learn, batch, self._keep(), self.dtype, scale, s.min_scale if s.is_enabled() and s.dynamic else None, self.training)
+            report = diagnose(case)
+            if report.verdict!='healthy': break
+        if self.on_spiral=='heal' and report.verdict in ('forward','backward','loss'): healed = heal(case)
+    except Exception as ex:
+        if e is None: warn(f"Numbers are not finite in {self.amp_mode.value}, and the diagnosis failed: {ex}")
+        return
+    if report.verdict=='healthy' or (report.verdict in ('weights','data','divergence') and not self.training): return
+    self.reports.append(report)
+    if healed:
+        report.promoted,report.new_scale = healed
+        self.promoted += report.promoted
+        self.plan = None
+        report.remedy = f"kept in fp32 from now on; keep_fp32=[{', '.join(map(repr, self._names()))}] does so from the start"
+    if report.new_scale:
+        self._pause = self._wait = self._stuck = 0
+        n = len(self._batches) if report.new_scale<scale else 1 # the gradients of several batches add up
+        if self.training: s.update(report.new_scale/2**math.ceil(math.log2(n or 1)))
+    if report.verdict=='scale': return report
+    if self.on_spiral=='raise': raise FloatingPointError(str(report)) from e
+    warn(f"{report.sentence} Remedy: {report.remedy}.")
+    return report
+
+@patch
+def _names(self:DynamicMixedPrecision):
+    "All that is kept in fp32, as strings"
+    return list(dict.fromkeys(n for o in self._keep() for n in ([o] if isinstance(o, str) else find_modules(self.learn.model, o))))
+
+@patch
+def _is_finite(self:DynamicMixedPrecision):
+    "Are prediction and loss finite? One read, in batches where fastai reads loss or predictions anyway"
+    ts = [*_tensors(self.learn.pred), *(_tensors(self.learn.loss) if len(self.learn.yb) else ())]
+    return not ts or torch.stack([t.detach().isfinite().all().to(ts[0].device) for t in ts]).all().item()
+
+# %% ../nbs/05_callback.ipynb #4d67159e
+@patch
+def diagnose_fp16(self:Learner,
+    b=None # A batch as the data loaders give it; the first of the training set by default
+) -> PrecisionReport: # A table in a notebook; text by `str`, a DataFrame in `.table`, a picture by `.plot()`
+    "Run one training batch in fp32 and in half precision, and report on the room that each module has; nothing of it remains"
+    mp,rng = _running(self),_shuffling(self)
+    state = rng and rng.getstate()
+    self.model.to(self.dls.device)
+    try:
+        with untouched(self):
+            self._split(to_device(self.dls.one_batch() if b is None else b, self.dls.device))
+            self.training = self.model.train().training
+            scale = mp.scaler.get_scale() if mp else 2.**16
+            return diagnose(Case(self, Batch.of(self), mp and mp._keep(), mp.dtype if mp else torch.float16, scale, None), inside=lambda n: True)
+    finally:
+        if rng:
+            self.dls.loaders[0].rng = rng
+            rng.setstate(state)
 
 # %% ../nbs/05_callback.ipynb #a02cdb40
 @patch
@@ -396,10 +473,14 @@ class GradNorm(_StepMetric):
 class _OptAndMore:
     "What `opt` is while a checkpoint is saved or loaded: the optimizer, the scaler of `mp`, and the random state"
     def __init__(self, opt, mp): self.opt,self.mp = opt,mp
-    def state_dict(self): return {**self.opt.state_dict(), 'scaler':self.mp.scaler.state_dict(), 'random':self.mp._random or _random_state(self.mp.learn)}
+    def state_dict(self):
+        mp = self.mp
+        return {**self.opt.state_dict(), 'scaler':mp.scaler.state_dict(), 'random':mp._random or _random_state(mp.learn),
+                'promoted':list(mp.promoted), 'broken':mp._broken}
     def load_state_dict(self, sd):
         sd = dict(sd)
-        scaler,self.mp._random = sd.pop('scaler', None),sd.pop('random', None)
+        mp,scaler = self.mp,sd.pop('scaler', None)
+        mp._random,mp.promoted,mp._broken,mp.plan = sd.pop('random', None),sd.pop('promoted', mp.promoted),sd.pop('broken', mp._broken),None
         self.opt.load_state_dict(sd)
         if scaler: self.mp.scaler.load_state_dict(scaler)
 

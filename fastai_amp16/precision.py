@@ -49,7 +49,7 @@ def _matcher(which):
     "`which` as a predicate `(name, module) -> bool`"
     if isinstance(which, type):      return lambda n,m: isinstance(m, which)
     if isinstance(which, nn.Module): return lambda n,m: m is which
-    if isinstance(which, str):       return lambda n,m: n and fnmatchcase(n, which)
+    if isinstance(which, str):       return lambda n,m: n==which or (n and fnmatchcase(n, which)) # the model itself has the name ''
     if callable(which):              return which
     raise TypeError(f"keep_fp32 takes modules, module types, dotted names with * and predicates (name, module) -> bool, and got {which!r}.")
 
@@ -102,9 +102,9 @@ def cast_floats(
 # %% ../nbs/01_precision.ipynb #0df55176
 class _Fp32Forward:
     "Stands in for the `forward` of `module`: computes in fp32 where autocast is on for `device_type`, changes nothing elsewhere"
-    def __init__(self, module, device_type, kept):
+    def __init__(self, module, device_type, kept, running=None):
         own = module.__dict__.get('forward')
-        self.module,self.device_type,self.kept = module,device_type,kept
+        self.module,self.device_type,self.kept,self.running = module,device_type,kept,running
         self.own = own.own if isinstance(own, _Fp32Forward) else own # of another plan, or of a copy made in the middle of a batch
         self.before,self.placed = None,False # what stood in its place, and whether it stands there
         # CUDA's batch norms read fp16 and compute in fp32 with fp32 parameters: a cast of their input would only cost memory
@@ -116,10 +116,25 @@ class _Fp32Forward:
     def __call__(self, *args, **kwargs):
         if self.mixed_kernel or not torch.is_autocast_enabled(self.device_type): return self.forward(*args, **kwargs)
         with torch.autocast(self.device_type, enabled=False):
-            res = self.forward(*cast_floats(args), **{k: cast_floats(v) for k,v in kwargs.items()})
+            if self.running is not None: self.running.append(self)
+            try: res = self.forward(*cast_floats(args), **{k: cast_floats(v) for k,v in kwargs.items()})
+            finally:
+                if self.running is not None: self.running.pop()
         dtypes = [o.dtype for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()]
         if self.kept or not dtypes or dtypes[0] not in _half_types: return res
         return cast_floats(res, dtypes[0], (torch.float32,))
+
+# %% ../nbs/01_precision.ipynb #a8368314
+class _HalfForward(_Fp32Forward):
+    "Stands in for the `forward` of a module inside one of whose own code alone is kept: autocast on again, the result in fp32"
+    def __init__(self, module, device_type, dtype, running):
+        super().__init__(module, device_type, False, running)
+        self.dtype = dtype
+    def __call__(self, *args, **kwargs):
+        # an activation checkpoint computes it again in the backward pass
+        asked = self.running or torch._C._current_graph_task_id()!=-1
+        if not asked or torch.is_autocast_enabled(self.device_type): return self.forward(*args, **kwargs)
+        with torch.autocast(self.device_type, dtype=self.dtype): return cast_floats(self.forward(*args, **kwargs))
 
 # %% ../nbs/01_precision.ipynb #34f33802
 def _cast_all(ts, dtype):
@@ -185,7 +200,8 @@ def _unwrap(
 class PrecisionPlan:
     """Who computes in what: the weights of `model` that have half-precision copies in a forward pass, and the modules that stay in fp32
 
-    Norms stay in fp32, so does what `keep_fp32` names, with all modules inside. Code that reads a cast weight elsewhere in the forward
+    Norms stay in fp32, so does what `keep_fp32` names, with all modules inside; a name that ends with a dot means the module's own code
+    without the modules inside (`'.'` is the model's own). Code that reads a cast weight elsewhere in the forward
     pass (a penalty on `self.head.weight`, say) reads its half-precision copy; to keep the layer in fp32 gives it the master. What a forward
     pass writes to a weight is written to the master. `ValueError` for a model without parameters, with
     half-precision parameters, on a device without autocast, and for an entry of `keep_fp32` that names no module."""
@@ -206,15 +222,22 @@ class PrecisionPlan:
         dev = self.device_type
         if not torch.amp.is_autocast_available(dev): raise ValueError(f"torch has no autocast for the model's device {dev!r}: move the model to another device.")
 
-        self.kept = {} if keep_fp32 is None else find_modules(model, keep_fp32)
+        which = [] if keep_fp32 is None else list(keep_fp32) if is_listy(keep_fp32) else [keep_fp32]
+        own_code = [o for o in which if isinstance(o, str) and o.endswith('.')]
+        self.kept = find_modules(model, [o for o in which if o not in own_code])
+        self.own_code = find_modules(model, [o[:-1] for o in own_code])
         # oneDNN has no fp16 kernels for recurrent layers: without this they raise on a CPU
         if dev=='cpu' and dtype==torch.float16: self.kept.update((n,m) for n,m in model.named_modules() if isinstance(m, nn.RNNBase))
         self.norms = {n:m for n,m in model.named_modules() if is_norm(m)}
         kept = dict.fromkeys(c for m in self.kept.values() for c in m.modules())
         islands = [m for m in model.modules() if _has_autocast(type(m))]
         inside = {**kept, **dict.fromkeys(c for m in (*self.norms.values(),*islands) for c in m.modules())}
+        self.in_fp32 = inside
         self.stand_ins = [_Fp32Forward(m, dev, m in kept) for m in {**kept, **dict.fromkeys(self.norms.values())}]
-        self.slots = [(m._parameters,n) for m in model.modules() if m not in inside for n in _half_names(m)
+        own,running = [m for m in self.own_code.values() if m not in inside],[]
+        again = dict.fromkeys(c for m in own for c in m.modules() if c not in inside and c not in own)
+        self.stand_ins += [*(_Fp32Forward(m, dev, True, running) for m in own), *(_HalfForward(m, dev, dtype, running) for m in again)]
+        self.slots = [(m._parameters,n) for m in model.modules() if m not in inside and m not in own for n in _half_names(m)
                       if m._parameters.get(n) is not None and not is_lazy(m._parameters[n])]
         self.buffers = [(c._buffers,n) for m in self.norms.values() for c in m.modules() for n in c._buffers]
 

@@ -83,7 +83,7 @@ def test_interrupts(ex, site, order, in_a_fresh_process, tmp_path):
         if site in events: learn.add_cb(raising)
         else: where.fail = raising.boom
         with pytest.raises(ex, match='now'): fit(learn, 2)
-        assert raising.times==max(raising.at)
+        assert raising.times==max(raising.at) or (ex==ValueError and raising.times>max(raising.at)) # asked again, whether it is half precision's fault
         clean(learn)
         learn.remove_cb(raising)
         if where is not None: where.fail = None
@@ -350,7 +350,7 @@ def test_persistent_overflow_then_health(where, to, dtype):
     "Hundreds of bad batches cost time and nothing else: training ends no worse than fp32 that has not seen them, and the scale climbs back"
     bad = range(50,350)
     learn = getattr(learner(cbs=Poison(bad, where)), to)(on_spiral='warn')
-    with pytest.warns(UserWarning, match='in a row'): fit(learn, 135)
+    with pytest.warns(UserWarning, match='not finite'): fit(learn, 135)
     df = learn.mixed_precision.history
     assert df.skipped.tolist()==[i in bad for i in range(540)]
     assert df.loss_scale.between(learn.mixed_precision.scaler.min_scale, learn.mixed_precision.scaler.max_scale).all()
@@ -407,30 +407,45 @@ def test_gradients_that_need_a_scale_below_one():
     learn = fit(learner(plain_mlp, loss_func=lambda p,t: 1e6*(p-t).sum(), opt_func=partial(SGD, mom=0.), lr=1e-9, n=256).to_fp16_dynamic(), 2)
     assert learn.mixed_precision.scaler.get_scale()<1 and not learn.mixed_precision.history.skipped.iloc[-1]
 
+def detour(): return nn.Sequential(nn.Linear(8,16), Detour(), nn.ReLU(), nn.Linear(16,1))
+
 @pytest.mark.parametrize('on_spiral', ['heal','warn','raise'])
-@pytest.mark.parametrize('where,kw', [('forward',{}), ('backward',dict(dynamic=False, init_scale=512.)), ('backward',dict(init_scale=1., min_scale=1.))])
-def test_spiral(on_spiral, where, kw):
-    learn = learner(cbs=Poison(range(2,99), where)).to_fp16_dynamic(on_spiral=on_spiral, patience=4, **kw)
+def test_a_forward_pass_that_overflows_twice_is_looked_into(on_spiral):
+    learn = learner(detour, cbs=Poison(range(2,99), 'precision')).to_fp16_dynamic(on_spiral=on_spiral)
+    mp = learn.mixed_precision
     if on_spiral=='raise':
-        with pytest.raises(FloatingPointError, match='4 steps in a row'): fit(learn, 5)
-        assert learn.mixed_precision.skipped==4
+        with pytest.raises(FloatingPointError, match='`mul` in 1 .Detour.'): fit(learn, 5)
     else:
-        with pytest.warns(UserWarning, match='4 steps in a row') as w: fit(learn, 5)
-        assert len([o for o in w if 'in a row' in str(o.message)])==1 and learn.mixed_precision.skipped==18
+        with pytest.warns(UserWarning, match='`mul` in 1 .Detour.'): fit(learn, 5)
+    assert mp.skipped==(18 if on_spiral=='warn' else 2) and mp.promoted==(['1'] if on_spiral=='heal' else []) and mp.reports[0].producer=='1'
+    assert mp.scaler.get_scale()==2**16 and all(p.isfinite().all() for p in learn.model.parameters())
+    clean(learn)
+
+@pytest.mark.parametrize('on_spiral', ['heal','warn','raise'])
+@pytest.mark.parametrize('kw', [dict(dynamic=False, init_scale=512.), dict(init_scale=1., min_scale=1.), {}])
+def test_gradients_that_fp32_cannot_hold_end_the_fit(on_spiral, kw):
+    learn = learner(cbs=Poison(range(2,99), 'backward')).to_fp16_dynamic(on_spiral=on_spiral, patience=4, **kw)
+    if on_spiral=='raise':
+        with pytest.raises(FloatingPointError, match='not finite in fp32 either'): fit(learn, 5)
+    else:
+        with pytest.warns(UserWarning, match='not finite in fp32 either'): fit(learn, 5)
+    assert learn.mixed_precision.skipped==(18 if on_spiral=='warn' else 4) and learn.mixed_precision.reports[-1].verdict=='divergence'
     assert all(p.isfinite().all() for p in learn.model.parameters())
     clean(learn)
 
 def test_calibration_is_no_spiral():
+    "After `patience` overflows the scale that fits is measured, not searched for"
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        learn = learner(cbs=Poison(range(10), 'backward')).to_fp16_dynamic(on_spiral='raise')
+        learn = learner(loss_func=lambda p,t: mse(p, t)*1e6).to_fp16_dynamic(on_spiral='raise')
         fit(learn, 3)
-    assert learn.mixed_precision.skipped==10
+    mp = learn.mixed_precision
+    assert mp.skipped==3 and mp.scaler.get_scale()<2**8 and [r.verdict for r in mp.reports]==['scale'] and mp.reports[0].new_scale==mp.scaler.get_scale()
 
 def test_a_spiral_does_not_go_on_in_the_next_fit():
-    learn = learner(n=48, cbs=Poison(range(99), 'forward')).to_fp16_dynamic(on_spiral='raise', patience=4)
+    learn = learner(detour, n=48, cbs=Poison({0,3,7,8}, 'precision')).to_fp16_dynamic(on_spiral='raise')
     fit(learn, 1), fit(learn, 1)
-    with pytest.raises(FloatingPointError): fit(learn, 2)
+    with pytest.raises(FloatingPointError): fit(learn, 1)
 
 @pytest.mark.parametrize('where', ['forward','backward'])
 def test_overflow_in_one_of_several_accumulated_batches_drops_the_step(where):
