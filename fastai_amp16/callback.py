@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from .scaler import DynamicScaler
 from .precision import PrecisionPlan,cast_floats,find_modules,_surely
 from .clip import GradientNormClip,grad_params,grad_values
-from .diagnose import Batch,Case,PrecisionReport,diagnose,heal,replay,untouched,_tensors
+from .diagnose import Batch,Case,PrecisionReport,deviation,diagnose,heal,replay,untouched,_tensors
 
 # %% ../nbs/05_callback.ipynb #8289ab21
 def _check(ok, name, value, allowed):
@@ -63,7 +63,7 @@ class DynamicMixedPrecision(MixedPrecision):
         self.scaler = DynamicScaler('cpu', enabled=self.amp_mode==AMPMode.FP16, **kwargs)
         self.skipped,self._stuck,self._epoch_start,self._steps = 0,0,0,[]
         self.reports,self.promoted = [],[] # what diagnoses found, and what healing keeps in fp32, as `keep_fp32` takes it
-        self._broken,self._wait,self._pause = 0,0,0
+        self._broken,self._wait,self._pause,self._checked = 0,0,0,False
 
     def __call__(self, event_name):
         "Of several in a learner (one of them in `fit(cbs=…)`, say) the last is at work, the others rest"
@@ -221,7 +221,7 @@ def before_batch(self:DynamicMixedPrecision):
     self.step_norm,self._skips,self._loss = None,False,None
     if self.training and self._forward is None: # at the first of several accumulated batches
         self._noted,self._batches = self.ready().note_buffers(),()
-    if self.training and (self._broken or self._stuck): self._batches = (*self._batches, Batch.of(self.learn, get_random_states())) # to be run again
+    if self.training and (self._broken or self._stuck or not self._checked): self._batches = (*self._batches, Batch.of(self.learn, get_random_states())) # to be run again
 
 @patch
 def after_pred(self:DynamicMixedPrecision): self.learn.pred = cast_floats(self.pred)
@@ -270,6 +270,7 @@ def before_step(self:DynamicMixedPrecision):
     if overflow: self._skip(noted, math.isnan(norm), scale)
     self.scaler.climb()
     self.step_norm,self._stuck = norm,0
+    if not self._checked: self._check_silent(scale)
 
 @patch
 def _skip(self:DynamicMixedPrecision, noted, forward, scale):
@@ -309,7 +310,17 @@ def _check_spiral(self:DynamicMixedPrecision, forward, scale):
     if self._stuck<self.patience and not (forward and self._broken>1): return
     report = self._examine(scale)
     lost = report and report.verdict in ('divergence','weights') and self._stuck>=self.patience
-    if lost and self.on_spiral=='heal': raise CancelFitException()
+    if lost and self.on_spiral=='heal' and not hasattr(self.learn, 'lr_finder'): raise CancelFitException() # `lr_find` ends where the loss explodes
+
+@patch
+def _check_silent(self:DynamicMixedPrecision, scale):
+    "Once: does half precision predict what fp32 does? `x/x.square().mean().sqrt()` is 0 where the square is inf, and nothing else tells of it"
+    self._checked = True
+    try:
+        fp32 = replay(self.learn, self._batches[-1], backward=False, look=False)
+        wrong = not fp32.error and deviation(self.pred, fp32.pred)>0.1
+    except Exception as e: return warn(f"Predictions could not be compared with those of fp32: {e}") # out of memory, say
+    if wrong: self._examine(scale, inside=lambda n: True)
 
 @patch
 def _rescue(self:DynamicMixedPrecision, e=None):
@@ -319,17 +330,17 @@ def _rescue(self:DynamicMixedPrecision, e=None):
     return len(self.promoted)>before
 
 @patch
-def _examine(self:DynamicMixedPrecision, scale, e=None):
+def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None):
     "Why is a batch not finite in half precision? Do about it what `on_spiral` says; the report, or `None` where there is nothing to tell"
     s,healed = self.scaler,None
-    if e is None and self._wait:
+    if e is None and inside is None and self._wait:
         self._wait -= 1
         return
     self._pause = self._wait = 2*self._pause+1 # less and less often, unless it helps
     try:
         for batch in self._batches or [Batch.of(self.learn)]:
             case = Case(self.learn, batch, self._keep(), self.dtype, scale, s.min_scale if s.is_enabled() and s.dynamic else None, self.training)
-            report = diagnose(case)
+            report = diagnose(case, inside)
             if report.verdict!='healthy': break
         if self.on_spiral=='heal' and report.verdict in ('forward','backward','loss'): healed = heal(case)
     except Exception as ex:
