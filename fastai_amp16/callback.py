@@ -379,6 +379,7 @@ def diagnose_fp16(self:Learner,
     b=None # A batch as the data loaders give it; the first of the training set by default
 ) -> PrecisionReport: # A table in a notebook; text by `str`, a DataFrame in `.table`, a picture by `.plot()`
     "Run one training batch in fp32 and in half precision, and report on the room that each module has; nothing of it remains"
+    if self._replaying: return # a callback that asks for a report is part of it
     mp,rng = _running(self),_shuffling(self)
     state = rng and rng.getstate()
     self.model.to(self.dls.device)

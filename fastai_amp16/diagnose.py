@@ -13,6 +13,7 @@ from contextlib import contextmanager,nullcontext
 from copy import copy,deepcopy
 from dataclasses import dataclass,field,fields,is_dataclass
 from html import escape
+from itertools import islice
 from weakref import ref
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
@@ -40,6 +41,8 @@ def _copied(o, memo):
     return res
 
 # %% ../nbs/04_diagnose.ipynb #eb3e7ef4
+Learner._replaying = False # is what runs a replay?
+
 def _owners(learn):
     "What a forward pass, a loss and their events may change: the learner, its callbacks, the model's and the loss function's modules"
     loss = getattr(learn, 'loss_func', None)
@@ -80,26 +83,24 @@ def _tensors(o):
 
 _fp16 = torch.finfo(torch.float16)
 
-def _measure(t, dtype, shares):
-    "Of `t`: how many numbers are not finite, the largest, how many are not 0, and how many of these `dtype` makes 0 or subnormal"
+def _measure(t, dtype=None):
+    "Of `t`: how many numbers are not finite, the largest, how many are not 0, and how many of all are 0 or subnormal in `dtype`"
     a = t.detach()
     a = (a.coalesce().values() if a.is_sparse else a).abs()
     if a.dtype in _half_types: a = a.float()
     finite = a.isfinite()
     a = torch.where(finite, a, 0)
-    res = [a.numel()-finite.sum(), a.amax() if a.numel() else a.sum()]
-    if shares:
+    counts = [~finite]
+    if dtype:
         f = torch.finfo(dtype)
-        zero,small = a<f.tiny*f.eps/2,a<f.tiny # half of the smallest subnormal rounds to 0
-        some = (a>0).sum()
-        none = a.numel()-some
-        res += [some, zero.sum()-none, small.sum()-zero.sum()]
-    return torch.stack([o.float() for o in res])
+        counts += [a>0, a<f.tiny*f.eps/2, a<f.tiny] # half of the smallest subnormal rounds to 0
+    counts = [c.sum(dtype=torch.float32) for c in counts]
+    return [counts[0], (a.amax() if a.numel() else a.sum()).float(), *counts[1:]]
 
 # %% ../nbs/04_diagnose.ipynb #be575949
 class _Seen:
     "A tensor at one time: what was measured of it, and of its gradient when that came by"
-    def __init__(self, key, half): self.key,self.half,self.value,self.grad,self.turn = key,half,None,None,math.inf
+    def __init__(self, key, half, numel): self.key,self.half,self.numel,self.value,self.grad,self.turn = key,half,numel,None,None,math.inf
 
 class _Frame:
     "A call of a module, of the loss function, or of an operation in one of these"
@@ -156,8 +157,9 @@ class _Watch(TorchFunctionMode):
         for i,t in ts:
             old,seen = self.known.get((id(t), t._version if not t.is_inference() else 0), (None,None))
             if old is None or old() is not t:
-                seen = _Seen((*frame.call,where,i), t.dtype in _half_types)
-                seen.value = self.measure(t)
+                seen = _Seen((*frame.call,where,i), t.dtype in _half_types, t.numel())
+                # parameters were looked at before, but half-precision copies of them were not
+                seen.value = self.measure(t) if where!='param' or seen.half else range(0)
                 with torch._C.DisableTorchFunction():
                     if t.requires_grad and torch.is_grad_enabled(): t.register_hook(partial(self.came_by, seen))
                     self.known[id(t), t._version if not t.is_inference() else 0] = ref(t),seen
@@ -167,11 +169,12 @@ class _Watch(TorchFunctionMode):
         return res
     def came_by(self, seen, grad):
         if seen.grad is None:
-            seen.grad,seen.turn = self.measure(grad),len(self.fired)
+            seen.grad,seen.turn = self.measure(grad, self.dtype if self.shares else None),len(self.fired)
             self.fired.append(seen)
-    def measure(self, t):
-        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.autocast(t.device.type, enabled=False): self.stats.append(_measure(t, self.dtype, self.shares))
-        return len(self.stats)-1
+    def measure(self, t, dtype=None):
+        with torch._C.DisableTorchFunction(), torch.no_grad(): res = _measure(t, dtype)
+        self.stats += res
+        return range(len(self.stats)-len(res), len(self.stats))
 
 # %% ../nbs/04_diagnose.ipynb #d90d8265
 @dataclass
@@ -190,9 +193,8 @@ def _read(watch, model, results, scale):
     if grads: torch._foreach_div_(grads, scale)
     ends = [watch.measure(t) for t in (*_tensors(results), *([get_total_norm(grads)] if grads else ()))]
     values = torch.stack([o.to(watch.stats[0].device) for o in watch.stats]).tolist() if watch.stats else []
-    for s in set(watch.seen.values()): s.value,s.grad = values[s.value],None if s.grad is None else values[s.grad]
-    watch.bad_ends = sum(values[i][0] for i in ends)
-    watch.finite = watch.error is None and not watch.bad_ends
+    for s in set(watch.seen.values()): s.value,s.grad = [None if o is None else [values[i] for i in o] for o in (s.value,s.grad)]
+    watch.finite = watch.error is None and not any(values[o[0]] for o in ends)
 
 def replay(
     learn:Learner, # Its model, loss function and callbacks run; nothing of it remains
@@ -208,6 +210,7 @@ def replay(
     eager = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext() # hooks do not see into compiled code
     with untouched(learn), eager, torch.set_grad_enabled(backward):
         model,results,pred = _unwrap(learn.model),None,None
+        learn._replaying = True
         for cb in learn._grab_cbs(MixedPrecision): cb.__dict__['run'] = False # the precision is ours to choose
         learn.xb,learn.yb,states = _copied((batch.xb,batch.yb,batch.states), {})
         if states: set_random_states(**states)
@@ -242,7 +245,7 @@ def replay(
     return watch
 
 # %% ../nbs/04_diagnose.ipynb #1c935518
-def _is_bad(own, ref): return own is not None and own[0]>(ref[0] if ref else 0)
+def _is_bad(own, ref): return bool(own) and own[0]>(ref[0] if ref else 0)
 
 def first_bad(
     run:_Watch, # The run with numbers that are not finite
@@ -274,8 +277,8 @@ def _consumer(run, s):
     "Whose derivative gave the gradient of `s`: what took `s` in, was given a gradient before, and is innermost"
     took = [f for f in run.frames if s in f.params or (s in f.ins and any(o.turn<s.turn for o in f.outs))]
     if took: return max(took, key=lambda f: f.depth)
-    gave = min((f for f in run.frames if s in f.outs), key=lambda f: f.depth, default=None)
-    return gave.parent or gave # the code around the module that gave it
+    gave = sorted((f for f in run.frames if s in f.outs), key=lambda f: f.depth)
+    return gave[0].parent or gave[-1] # the code around the module that gave it; nothing is around the model, whose last module it was
 
 # %% ../nbs/04_diagnose.ipynb #49098790
 def _num(x): return '' if x is None or x!=x else f'{x:.3g}'
@@ -376,17 +379,17 @@ def _table(model, fp32, half, scale, dtype):
         r = rows.setdefault(f.name, dict(module=f.name, type=type(m).__name__, computes='fp32' if in_fp32 else str(dtype).split('.')[-1],
             input=0., output=0., inside=math.nan, gradient=math.nan, bits=math.inf, some=0, flushed=0, subnormal=0, nonfinite=f.name in bad, order=len(rows)))
         for where,seen in (('input',f.ins),('output',f.outs)):
-            for s in seen:
+            for s in (s for s in seen if s.value):
                 limit = limits[not in_fp32 or is_half.get(s.key, False)]
                 top,col = s.value[1],where if f.op is None else 'inside'
                 if top>0:
                     r[col] = max(top, r[col]) if r[col]==r[col] else top
                     r['bits'] = min(r['bits'], math.log2(limit/top))
                 if f.op is None and where=='output' and s.grad:
-                    _,top,some,flushed,subnormal = s.grad
+                    _,top,some,zero,small = s.grad
                     r['gradient'] = max(top/scale, r['gradient']) if r['gradient']==r['gradient'] else top/scale
                     if top>0: r['bits'] = min(r['bits'], math.log2(limit/top))
-                    for k,v in zip(('some','flushed','subnormal'), (some,flushed,subnormal)): r[k] += v
+                    for k,v in (('some',some), ('flushed',zero-(s.numel-some)), ('subnormal',small-zero)): r[k] += v
     df = pd.DataFrame(list(rows.values()))
     if not len(df): return df
     for c in ('flushed','subnormal'): df[c] = df[c]/df['some'].where(df['some']>0)
@@ -540,14 +543,31 @@ def _next(case, run, frame, promoted):
     "What to keep in fp32 next, `frame` being at fault in `run`: its module, what is around it, what ran before it, at last everything"
     ran = [f for f,where,_ in run.events if where=='out' and f.op is None and f.name!='loss_func']
     if frame is not None and frame.name!='loss_func': yield from _ladder(case, frame.name)
-    for name in dict.fromkeys(f.name for f in reversed(ran)): yield next(_ladder(case, name))
+    for name in dict.fromkeys(f.name for f in reversed(ran)): yield from islice(_ladder(case, name), 1)
     yield ''
+
+def _beyond(case):
+    "The layers that take in or give numbers which half precision cannot hold, whatever happens elsewhere"
+    top,modules = torch.finfo(case.dtype).max,dict(case.model.named_modules())
+    large = dict.fromkeys(f.name for f in case.fp32.frames if any(s.value and s.value[1]>top for s in (*f.ins,*f.outs)))
+    return [n for n in large if n and n in modules and modules[n]._parameters and not modules[n]._modules]
+
+def _joined(case, promoted):
+    "With the name of a module in place of the names of all the layers in it"
+    inside = {p.rstrip('.').rpartition('.')[0] for p in promoted}-{''}
+    for name in sorted(inside, key=lambda n: -n.count('.')):
+        group = [p for p in promoted if p.startswith(name+'.')]
+        rest = [*(p for p in promoted if p not in group), name]
+        if len(group)>1 and len(PrecisionPlan(case.model, case.dtype, [*case.keep, *rest]).slots)==len(PrecisionPlan(case.model, case.dtype, [*case.keep, *promoted]).slots):
+            promoted = rest
+    order = [n for n,_ in case.model.named_modules()]
+    return sorted(promoted, key=lambda p: order.index(p.rstrip('.')))
 
 def heal(
     case:Case # What `diagnose` has judged
 ) -> tuple: # What to keep in fp32 besides, as `keep_fp32` takes it, and the loss scale that fits; `None` if nothing helps
     "The smallest set of modules that makes the batch of `case` finite when they compute in fp32, proved by running it"
-    promoted,scale = [],case.scale
+    promoted,scale = _beyond(case),case.scale
     for _ in range(3*len(list(case.model.modules()))):
         run = case.run(promoted, scale, inside=(lambda n: True) if case.silent else None)
         if case.sound(run): break
@@ -564,4 +584,4 @@ def heal(
     for o in list(promoted):
         rest = [p for p in promoted if p!=o]
         if rest and case.sound(case.run(rest, scale, look=False)): promoted = rest
-    return promoted,scale
+    return _joined(case, promoted),scale

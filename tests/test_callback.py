@@ -93,7 +93,7 @@ class CountReads(TorchDispatchMode):
 def test_one_host_read_a_step(to, cbs):
     "More steps, skipped ones among them: one more read for each and nothing else"
     def reads(to, n):
-        learn = to(learner(n=16*n, cbs=[*cbs, Poison({1,3}, 'backward'), Poison2({2})]))
+        learn = to(learner(n=16*n, cbs=[*cbs, Poison({1,4}, 'backward'), Poison2({2})]))
         with CountReads() as c: fit(learn, 1)
         return c.n
     assert reads(to, 20)-reads(to, 8)==12+reads(Learner.to_fp32, 20)-reads(Learner.to_fp32, 8)
