@@ -3,5 +3,5 @@ from .scaler import *
 from .precision import *
 from .optimizer import *
 from .clip import *
-from .diagnose import PrecisionReport
+from .diagnose import PrecisionReport # noqa: F401 (its functions have names that are too common)
 from .callback import *

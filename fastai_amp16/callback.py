@@ -63,7 +63,7 @@ class DynamicMixedPrecision(MixedPrecision):
         self.scaler = DynamicScaler('cpu', enabled=self.amp_mode==AMPMode.FP16, **kwargs)
         self.skipped,self._stuck,self._epoch_start,self._steps = 0,0,0,[]
         self.reports,self.promoted = [],[] # what diagnoses found, and what healing keeps in fp32, as `keep_fp32` takes it
-        self._broken,self._wait,self._pause,self._checked = 0,0,0,False
+        self._broken,self._zeros,self._wait,self._pause = 0,0,0,0
 
     def __call__(self, event_name):
         "Of several in a learner (one of them in `fit(cbs=…)`, say) the last is at work, the others rest"
@@ -123,7 +123,6 @@ def _set_random_state(learn, state):
 def before_train(self:DynamicMixedPrecision):
     self._epoch_start = len(self._steps)
     if self._random and hasattr(self.learn, 'skip_to_epoch'): _set_random_state(self.learn, self._random) # a fit with a `start_epoch`
-    else: self._broken = 0
     self._random = None
 
 @patch
@@ -161,6 +160,7 @@ def _fit(learn, f):
         if mp:=_running(learn): mp.drop_step()
     try:
         drop()
+        if (mp:=_running(learn)) and not hasattr(learn, 'skip_to_epoch'): mp._broken = mp._wait = mp._pause = 0 # else it goes on
         f()
     finally: _surely(drop)
 
@@ -221,7 +221,7 @@ def before_batch(self:DynamicMixedPrecision):
     self.step_norm,self._skips,self._loss = None,False,None
     if self.training and self._forward is None: # at the first of several accumulated batches
         self._noted,self._batches = self.ready().note_buffers(),()
-    if self.training and (self._broken or self._stuck or not self._checked): self._batches = (*self._batches, Batch.of(self.learn, get_random_states())) # to be run again
+    if self.training and (self._broken or self._stuck or self._zeros): self._batches = (*self._batches, Batch.of(self.learn, get_random_states())) # to be run again
 
 @patch
 def after_pred(self:DynamicMixedPrecision): self.learn.pred = cast_floats(self.pred)
@@ -260,17 +260,20 @@ def before_step(self:DynamicMixedPrecision):
     self._others = [p for p in self.ready().params if p.grad is not None and p not in held]
     grads,others = grad_values(params),grad_values(self._others)
     if scale!=1: torch._foreach_mul_(grads+others, 1/scale)
-    norm = get_total_norm(grads)
+    norms = torch.stack([n.to(grads[0].device) for n in torch._foreach_norm(grads)])
+    norm,least = torch.linalg.vector_norm(norms),torch.linalg.vector_norm(norms, -math.inf)
     finite = norm+0*get_total_norm(others).to(norm.device) if others else norm
     bad = math.inf if forward is None else forward.to(norm.device)+math.inf # None: gradients without a backward pass in this step
-    norm = torch.where(finite.isfinite(), norm, bad).item()
+    norm = torch.where(finite.isfinite(), norm, bad)
+    norm = torch.where(least>0, norm, -norm).item() # one read: the sign tells whether a gradient is 0 throughout
+    norm,silent = abs(norm),math.copysign(1, norm)<0
     overflow = not math.isfinite(norm)
     if not math.isnan(norm): self.scaler.update(found_inf=overflow)
     self._steps.append((scale, overflow, norm))
     if overflow: self._skip(noted, math.isnan(norm), scale)
     self.scaler.climb()
     self.step_norm,self._stuck = norm,0
-    if not self._checked: self._check_silent(scale)
+    if silent: self._check_silent(scale)
 
 @patch
 def _skip(self:DynamicMixedPrecision, noted, forward, scale):
@@ -314,8 +317,11 @@ def _check_spiral(self:DynamicMixedPrecision, forward, scale):
 
 @patch
 def _check_silent(self:DynamicMixedPrecision, scale):
-    "Once: does half precision predict what fp32 does? `x/x.square().mean().sqrt()` is 0 where the square is inf, and nothing else tells of it"
-    self._checked = True
+    """Gradients that are 0 throughout a tensor may come from numbers that overflowed without a sign: does half precision predict what fp32 does?
+
+    `x/x.square().mean().sqrt()` is 0 where the square is inf. Asked at the second such step, the fourth, the eighth, ..."""
+    self._zeros += 1
+    if self._zeros==1 or self._zeros&(self._zeros-1): return
     try:
         fp32 = replay(self.learn, self._batches[-1], backward=False, look=False)
         wrong = not fp32.error and deviation(self.pred, fp32.pred)>0.1
@@ -350,7 +356,7 @@ def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None):
     self.reports.append(report)
     if healed:
         report.promoted,report.new_scale = healed
-        self.promoted += report.promoted
+        self.promoted = [*self.promoted, *report.promoted]
         self.plan = None
         report.remedy = f"kept in fp32 from now on; keep_fp32=[{', '.join(map(repr, self._names()))}] does so from the start"
     if report.new_scale:
@@ -482,17 +488,20 @@ class GradNorm(_StepMetric):
         return sum(norms)/len(norms) if norms else None
 
 # %% ../nbs/05_callback.ipynb #fab65fc7
+_healing = ('promoted','_broken','_zeros','_wait','_pause')
+
 class _OptAndMore:
     "What `opt` is while a checkpoint is saved or loaded: the optimizer, the scaler of `mp`, and the random state"
     def __init__(self, opt, mp): self.opt,self.mp = opt,mp
     def state_dict(self):
         mp = self.mp
         return {**self.opt.state_dict(), 'scaler':mp.scaler.state_dict(), 'random':mp._random or _random_state(mp.learn),
-                'promoted':list(mp.promoted), 'broken':mp._broken}
+                'healing':{k: getattr(mp, k) for k in _healing}}
     def load_state_dict(self, sd):
         sd = dict(sd)
         mp,scaler = self.mp,sd.pop('scaler', None)
-        mp._random,mp.promoted,mp._broken,mp.plan = sd.pop('random', None),sd.pop('promoted', mp.promoted),sd.pop('broken', mp._broken),None
+        mp._random,mp.plan = sd.pop('random', None),None
+        for k,v in sd.pop('healing', {}).items(): setattr(mp, k, v)
         self.opt.load_state_dict(sd)
         if scaler: self.mp.scaler.load_state_dict(scaler)
 

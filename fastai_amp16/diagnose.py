@@ -164,7 +164,7 @@ class _Watch(TorchFunctionMode):
                     if t.requires_grad and torch.is_grad_enabled(): t.register_hook(partial(self.came_by, seen))
                     self.known[id(t), t._version if not t.is_inference() else 0] = ref(t),seen
             res.append(seen)
-            self.seen[*frame.call,where,i] = seen
+            self.seen[(*frame.call,where,i)] = seen
             self.events.append((frame, where, seen))
         return res
     def came_by(self, seen, grad):
