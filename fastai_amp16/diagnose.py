@@ -308,7 +308,7 @@ class PrecisionReport:
         "The first `n` rows of the table as text, and how many are left"
         df = self.table if self.table is not None else pd.DataFrame()
         shown = [dict(module=r.module or '(the model)', type=r.type, computes=r.computes, input=_num(r.input), output=_num(r.output), inside=_num(r.inside),
-            gradient=_num(r.gradient), bits=_num(round(r.bits,1)), flushed=_share(r.flushed), subnormal=_share(r.subnormal),
+            gradient=_num(r.gradient), bits=_num(round(r.bits,1)+0.), flushed=_share(r.flushed), subnormal=_share(r.subnormal),
             nonfinite='not finite' if r.nonfinite else '') for r in df.head(n).itertuples()]
         if self.producer is not None and not any(r['module']==(self.producer or '(the model)') for r in shown): n = 0
         for c in ('inside','nonfinite'):
@@ -512,7 +512,7 @@ def _judge(case, half):
         inner = first_bad(case.run(inside=look, scale=scale), fp32)
         if inner and inner[1].name==frame.name: phase,frame = inner
     where,what = _where(case, frame.name),f'`{frame.op}` in ' if frame.op else ''
-    ref = max((s.value[1] for k,s in fp32.seen.items() if k[:4]==(*frame.call,'out')), default=math.nan)
+    taken,ref = [max((s.value[1] for k,s in fp32.seen.items() if k[:4]==(*frame.call,o) and s.value), default=math.nan) for o in ('in','out')]
     name = None if frame.name=='loss_func' else frame.name
     if half.error is not None and phase!='backward':
         text = f"{what}{where} raises in {kind}: {half.error}"
@@ -520,6 +520,7 @@ def _judge(case, half):
         text = f"The derivative of {what}{where} is not finite in {kind}, at the loss scale {scale:g} either; in fp32 it is."
     elif phase=='loss': text = f"{what}{where} is not finite for predictions that {kind} has rounded; in fp32 it is at most {ref:.3g}."
     elif ref>top: text = f"{what}{where} gives numbers up to {ref:.3g}, and {kind} ends at {top:g}."
+    elif taken>top: text = f"{what}{where} takes in numbers up to {taken:.3g}, and {kind} ends at {top:g}."
     else: text = f"{what}{where} is not finite in {kind}; in fp32 it gives at most {ref:.3g}: a number on the way is too large for {kind}, or so small that it becomes 0."
     if case.silent: text += " The code around makes finite numbers of that, wrong ones, and no step is skipped."
     remedy = f"keep_fp32=[{name!r}]" if name is not None else "keep the layers that make the predictions in fp32"
@@ -553,13 +554,10 @@ def _beyond(case):
     return [n for n in large if n and n in modules and modules[n]._parameters and not modules[n]._modules]
 
 def _joined(case, promoted):
-    "With the name of a module in place of the names of all the layers in it"
-    inside = {p.rstrip('.').rpartition('.')[0] for p in promoted}-{''}
-    for name in sorted(inside, key=lambda n: -n.count('.')):
-        group = [p for p in promoted if p.startswith(name+'.')]
-        rest = [*(p for p in promoted if p not in group), name]
-        if len(group)>1 and len(PrecisionPlan(case.model, case.dtype, [*case.keep, *rest]).slots)==len(PrecisionPlan(case.model, case.dtype, [*case.keep, *promoted]).slots):
-            promoted = rest
+    "With the name of a module in place of the names of all its children; in the order of the model"
+    for name,m in reversed(list(case.model.named_modules())): # inner modules first
+        children = {f'{name}.{n}' for n,_ in m.named_children()}
+        if name and children and children<=set(promoted): promoted = [*(p for p in promoted if not p.startswith(name+'.')), name]
     order = [n for n,_ in case.model.named_modules()]
     return sorted(promoted, key=lambda p: order.index(p.rstrip('.')))
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from fastai.basics import SGD,DataLoader,DataLoaders,Learner,accuracy,nn,set_seed
 from fastai_amp16.all import AdamW16
+from fastai_amp16.demo import RegNetY
 
 Scenario = namedtuple('Scenario', 'make epochs lr') # all figures are best at 1: accuracy or R², of the validation set
 
@@ -30,40 +31,12 @@ def curve(n, d=8, noise=0.1):
     return x,(x[:,:3].sum(1, keepdim=True)+x[:,3:5].abs().sum(1, keepdim=True)-1.6)/3.72**0.5+noise*torch.randn(n, 1)
 
 # %% squeeze and excitation
-class SqueezeExcitation(nn.Module):
-    def __init__(self, ni, nsq):
-        super().__init__()
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc1,self.fc2 = nn.Conv2d(ni, nsq, 1),nn.Conv2d(nsq, ni, 1)
-        self.activation,self.scale_activation = nn.ReLU(),nn.Sigmoid()
-    def forward(self, input):
-        scale = self.scale_activation(self.fc2(self.activation(self.fc1(self.avgpool(input)))))
-        return scale * input
-
-class YBlock(nn.Module):
-    "RegNetY's, with norms only where its branches end"
-    def __init__(self, ni, nf, stride):
-        super().__init__()
-        self.proj = nn.Sequential(nn.Conv2d(ni, nf, 1, stride, bias=False), nn.BatchNorm2d(nf))
-        self.f = nn.Sequential(nn.Conv2d(ni, nf, 1), nn.ReLU(), nn.Conv2d(nf, nf, 3, stride, 1, groups=nf//4), nn.ReLU(),
-                               SqueezeExcitation(nf, nf//4), nn.Conv2d(nf, nf, 1, bias=False), nn.BatchNorm2d(nf))
-        self.activation = nn.ReLU()
-    def forward(self, x): return self.activation(self.proj(x)+self.f(x))
-
-class RegNetY(nn.Module):
-    def __init__(self, ni=4, nf=8, c=4):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(ni, nf, 1), nn.ReLU())
-        self.trunk_output = nn.Sequential(YBlock(nf, nf, 2), YBlock(nf, nf, 1))
-        self.avgpool,self.fc = nn.AdaptiveAvgPool2d(1),nn.Linear(nf, c)
-    def forward(self, x): return self.fc(self.avgpool(self.trunk_output(self.stem(x))).flatten(1))
-
 def counts(n):
     "Images of a sensor that counts, with values about 60,000"
     x,y = classes(n, (4,4,4))
     return 6e4*(2+x),y
 
-def regnety(seed): return learner(seed, counts, RegNetY)
+def regnety(seed): return learner(seed, counts, partial(RegNetY, 4, 8, 4))
 
 # %% a residual stream without norms
 class Residual(nn.Module):

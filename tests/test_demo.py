@@ -2,7 +2,7 @@
 import subprocess,sys
 from pathlib import Path
 import pytest
-from fastai_amp16.demo import main,parse_args,precisions,train
+from fastai_amp16.demo import main,parse_args,precisions,spiral,train
 
 def test_accuracy_is_within_a_point_of_fp32():
     accs = {p: [train(p, seed=seed)[1]['accuracy'] for seed in range(3)] for p in ('fp32','fp16, dynamic')}
@@ -14,11 +14,24 @@ def test_command(tmp_path):
     exe = Path(sys.executable).parent/'fastai_amp16_demo'
     res = subprocess.run([exe, '--epochs', '1', '--out', tmp_path/'x.png'], capture_output=True, text=True)
     assert res.returncode==0 and 'Warning' not in res.stderr
-    table = res.stdout[res.stdout.index(' precision'):]
+    table = res.stdout[res.stdout.index(' precision'):res.stdout.index('raw counts')]
     assert table.splitlines()[0].split()==['precision','accuracy','skipped','steps','loss','scale','seconds']
     for p in precisions: assert p in table
     assert 'valid_loss' in res.stdout and '100.00%' in res.stdout # fastai's progress bars
-    assert str(tmp_path/'x.png') in table and (tmp_path/'x.png').read_bytes()[:4]==b'\x89PNG'
+    assert str(tmp_path/'x.png') in res.stdout and (tmp_path/'x.png').read_bytes()[:4]==b'\x89PNG'
+
+    story = res.stdout[res.stdout.index('raw counts'):]
+    for p in spiral: assert p in story
+    assert story.count('stem.0 (Conv2d) gives numbers up to')>=3 and '> stem.0' in story and 'keep_fp32=[' in story # told by each fp16 training, and the report
+
+def test_healing_ends_where_fp32_ends():
+    accs = {p: [train(p, 8, seed=seed, counts=True)[1]['accuracy'] for seed in range(2)] for p in ('fp32','fp16, healing')}
+    assert min(accs['fp32'])>0.95
+    for a,b in zip(*accs.values()): assert abs(a-b)<=0.015
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+@pytest.mark.parametrize('name', ['fp16, static scale 512','fp16, dynamic scale'])
+def test_without_healing_nothing_is_learned(name): assert train(name, 2, counts=True)[1]['accuracy']<0.3
 
 def test_help(capsys):
     with pytest.raises(SystemExit) as e: main(['--help'])
