@@ -5,3 +5,4 @@ from .optimizer import *
 from .clip import *
 from .diagnose import PrecisionReport # noqa: F401 (its functions have names that are too common)
 from .callback import *
+from .doctor import *

@@ -380,25 +380,29 @@ def _is_finite(self:DynamicMixedPrecision):
     return not ts or torch.stack([t.detach().isfinite().all().to(ts[0].device) for t in ts]).all().item()
 
 # %% ../nbs/05_callback.ipynb #4d67159e
+@contextmanager
+def _training_case(learn, b=None):
+    "A training batch as a `Case`; nothing of what happens in this context remains"
+    mp,rng = _running(learn),_shuffling(learn)
+    state = rng and rng.getstate()
+    learn.model.to(learn.dls.device)
+    try:
+        with untouched(learn):
+            learn._split(to_device(learn.dls.one_batch() if b is None else b, learn.dls.device))
+            learn.training = learn.model.train().training
+            yield Case(learn, Batch.of(learn), mp and mp._keep(), mp.dtype if mp else torch.float16, mp.scaler.get_scale() if mp else 2.**16, None)
+    finally:
+        if rng:
+            learn.dls.loaders[0].rng = rng
+            rng.setstate(state)
+
 @patch
 def diagnose_fp16(self:Learner,
     b=None # A batch as the data loaders give it; the first of the training set by default
 ) -> PrecisionReport: # A table in a notebook; text by `str`, a DataFrame in `.table`, a picture by `.plot()`
     "Run one training batch in fp32 and in half precision, and report on the room that each module has; nothing of it remains"
     if self._replaying: return # a callback that asks for a report is part of it
-    mp,rng = _running(self),_shuffling(self)
-    state = rng and rng.getstate()
-    self.model.to(self.dls.device)
-    try:
-        with untouched(self):
-            self._split(to_device(self.dls.one_batch() if b is None else b, self.dls.device))
-            self.training = self.model.train().training
-            scale = mp.scaler.get_scale() if mp else 2.**16
-            return diagnose(Case(self, Batch.of(self), mp and mp._keep(), mp.dtype if mp else torch.float16, scale, None), inside=lambda n: True)
-    finally:
-        if rng:
-            self.dls.loaders[0].rng = rng
-            rng.setstate(state)
+    with _training_case(self, b) as case: return diagnose(case, inside=lambda n: True)
 
 # %% ../nbs/05_callback.ipynb #a02cdb40
 @patch

@@ -98,6 +98,9 @@ def _measure(t, dtype=None):
     return [counts[0], (a.amax() if a.numel() else a.sum()).float(), *counts[1:]]
 
 # %% ../nbs/04_diagnose.ipynb #be575949
+# what overwrites numbers does not read them: there may be anything in memory that `torch.empty` has found
+_writes = {'bernoulli_','normal_','uniform_','random_','exponential_','fill_','zero_','copy_','__setitem__'}
+
 class _Seen:
     "A tensor at one time: what was measured of it, and of its gradient when that came by"
     def __init__(self, key, half, numel): self.key,self.half,self.numel,self.value,self.grad,self.turn = key,half,numel,None,None,math.inf
@@ -109,11 +112,11 @@ class _Frame:
         self.depth = parent.depth+1 if parent else 0
 
 class _Watch(TorchFunctionMode):
-    "Notes what goes in and out of the modules of `model`, and of the operations in the code of those that `inside` picks by name"
-    def __init__(self, model, dtype=torch.float16, inside=None, shares=False):
+    "Notes what goes in and out of the modules of `model`, and of the operations in the code of those that `inside` picks by name; `note` gets the latter"
+    def __init__(self, model, dtype=torch.float16, inside=None, shares=False, note=noop):
         super().__init__()
         self.names = {m:n for n,m in model.named_modules()}
-        self.dtype,self.inside,self.shares = dtype,inside or (lambda n: False),shares
+        self.dtype,self.inside,self.shares,self.note = dtype,inside or (lambda n: False),shares,note
         self.frames,self.events,self.fired,self.stack,self.stats,self.known,self.seen,self.calls = [],[],[],[],[],{},{},Counter()
         self.error,self.open,self.on,self.in_fp32 = None,None,False,set()
 
@@ -144,10 +147,13 @@ class _Watch(TorchFunctionMode):
         f = self.stack[-1] if self.on and self.stack else None
         if f is None or f.op or not self.inside(f.name): return func(*args, **kwargs)
         name = func.__name__.strip('_')
-        if name in ('get','set','detach','requires_grad','backward'): return func(*args, **kwargs)
-        self.enter(f.name, (args,kwargs), name)
-        res = func(*args, **kwargs)
-        self.leave(res)
+        if name in ('get','set','detach','requires_grad','backward') or 'empty' in name: return func(*args, **kwargs)
+        read = args[func.__name__ in _writes:]
+        self.enter(f.name, (read,kwargs), name)
+        frame,res = self.stack[-1],func(*args, **kwargs)
+        out = args[0] if res is None and args else res # `x[i] = y` gives nothing
+        self.leave(out)
+        self.note(frame, read, kwargs, out)
         return res
 
     # tensors
@@ -407,6 +413,7 @@ class Case:
     min_scale:float = None # How far the scale may go down; `None`: it cannot
     backward:bool = True
     silent:bool = False # Are wrong predictions a fault, even where all is finite?
+    fp32 = half = None # The runs of `diagnose`
 
     def __post_init__(self):
         self.keep = [] if self.keep_fp32 is None else list(self.keep_fp32) if is_listy(self.keep_fp32) else [self.keep_fp32]
@@ -482,7 +489,7 @@ def diagnose(
         report = _bad_data(case) or _diverged(case)
         half = None
     else:
-        half = case.run(inside=inside)
+        half = case.half = case.run(inside=inside)
         report = _judge(case, half)
     report.scale,report.dtype = case.scale,case.dtype
     report.table = _table(case.model, case.fp32, half, case.scale, case.dtype)
