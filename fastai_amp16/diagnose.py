@@ -7,13 +7,14 @@ __all__ = ['untouched', 'Batch', 'replay', 'first_bad', 'deviation', 'PrecisionR
 
 # %% ../nbs/04_diagnose.ipynb #92d6b12b
 import math,random,sys,warnings
-from collections import OrderedDict,defaultdict
+from collections import Counter,OrderedDict,defaultdict,deque
 from collections.abc import Mapping
 from contextlib import contextmanager,nullcontext
 from copy import copy,deepcopy
-from dataclasses import dataclass,field,fields,is_dataclass
+from dataclasses import dataclass,field,fields,is_dataclass,replace
 from html import escape
-from itertools import islice
+from itertools import count,islice
+from types import MethodType
 from weakref import ref
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
@@ -24,18 +25,21 @@ from .clip import grad_values
 from .precision import PrecisionPlan,cast_floats,_half_types,_surely,_unwrap
 
 # %% ../nbs/04_diagnose.ipynb #c53fd0c0
-_containers = (list, tuple, set, dict, OrderedDict, defaultdict)
+_containers = (list, tuple, set, dict, OrderedDict, defaultdict, Counter, deque)
+_states = (random.Random, np.random.Generator, np.random.RandomState, np.ndarray, count)
 
 def _copied(o, memo):
     "`o` with copies of the tensors, generators and plain containers in it; what is tied stays tied. Other objects are passed on"
     if id(o) in memo: return memo[id(o)]
     if isinstance(o, Tensor): res = o if o.grad_fn is not None else deepcopy(o, {})
-    elif isinstance(o, (torch.Generator,random.Random)): res = o.clone_state() if isinstance(o, torch.Generator) else deepcopy(o)
+    elif isinstance(o, torch.Generator): res = o.clone_state()
+    elif isinstance(o, _states): res = deepcopy(o)
     elif type(o) is tuple: res = tuple(_copied(v, memo) for v in o)
     elif type(o) in _containers:
         res = memo[id(o)] = copy(o) # before what is in it, which may be itself
-        if type(o) is list: res[:] = [_copied(v, memo) for v in o]
-        elif type(o) is not set: res.update((k, _copied(v, memo)) for k,v in o.items())
+        if type(o) is list and len(o)<1000: res[:] = [_copied(v, memo) for v in o] # longer ones are logs, of which nothing is changed
+        elif isinstance(o, dict):
+            for k,v in o.items(): res[k] = _copied(v, memo)
     else: return o
     memo[id(o)] = res
     return res
@@ -45,9 +49,15 @@ Learner._replaying = False # is what runs a replay?
 
 def _owners(learn):
     "What a forward pass, a loss and their events may change: the learner, its callbacks, the model's and the loss function's modules"
-    loss = getattr(learn, 'loss_func', None)
-    inner = [o for f in (loss, getattr(loss, 'func', None)) if isinstance(f, nn.Module) for o in f.modules()]
-    return dict.fromkeys(o for o in [learn, *learn.cbs, *learn.model.modules(), loss, *inner] if hasattr(o, '__dict__'))
+    owners,todo = {id(o): o for o in (learn, *learn.cbs)},[*learn.model.modules(), learn.loss_func]
+    while todo: # with the objects that modules and loss function hold: caches, hooks
+        o = todo.pop()
+        if isinstance(o, (MethodType,partial)): todo += [o.__self__] if isinstance(o, MethodType) else [o.func, *o.args, *o.keywords.values()]
+        elif type(o) in _containers: todo += (list(o.values()) if isinstance(o, dict) else list(o))[:1000]
+        elif id(o) not in owners and hasattr(o, '__dict__') and not isinstance(o, (type,Tensor,Learner)) and type(o).__module__!='builtins':
+            owners[id(o)] = o
+            todo += vars(o).values()
+    return list(owners.values())
 
 @contextmanager
 def untouched(
@@ -290,7 +300,7 @@ def _consumer(run, s):
 def _num(x): return '' if x is None or x!=x else f'{x:.3g}'
 def _share(x): return '' if x is None or x!=x else '–' if x==0 else f'{x:.2%}' if x>=1e-4 else '<0.01%'
 
-@dataclass
+@dataclass(repr=False)
 class PrecisionReport:
     """What a diagnosis found: a table in a notebook, text in `str`, a DataFrame in `table`, a picture by `plot`
 
@@ -303,7 +313,7 @@ class PrecisionReport:
     remedy:str = '' # What to do, in words or as code
     producer:str = None # Dotted name of the module at fault; '' is the model itself
     op:str = None # The operation in it
-    table:pd.DataFrame = field(default=None, repr=False)
+    table:pd.DataFrame = field(default=None)
     scale:float = 1. # The loss scale that the batch had
     new_scale:float = None # The loss scale that fits
     promoted:list = field(default_factory=list) # What is kept in fp32 from now on, as `keep_fp32` takes it
@@ -311,12 +321,12 @@ class PrecisionReport:
     dtype:torch.dtype = torch.float16
 
     def rows(self, n:int=12):
-        "The first `n` rows of the table as text, and how many are left"
-        df = self.table if self.table is not None else pd.DataFrame()
+        "The first `n` rows of the table as text, the producer's among them, and how many are left"
+        df = self.table if self.table is not None else pd.DataFrame(columns=['module'])
+        top = pd.concat([df.head(n), df[n:][df[n:].module==self.producer]])
         shown = [dict(module=r.module or '(the model)', type=r.type, computes=r.computes, input=_num(r.input), output=_num(r.output), inside=_num(r.inside),
             gradient=_num(r.gradient), bits=_num(round(r.bits,1)+0.), flushed=_share(r.flushed), subnormal=_share(r.subnormal),
-            nonfinite='not finite' if r.nonfinite else '') for r in df.head(n).itertuples()]
-        if self.producer is not None and not any(r['module']==(self.producer or '(the model)') for r in shown): n = 0
+            nonfinite='not finite' if r.nonfinite else '') for r in top.itertuples()]
         for c in ('inside','nonfinite'):
             if not any(r[c] for r in shown):
                 for r in shown: del r[c]
@@ -332,6 +342,7 @@ class PrecisionReport:
             res += ['', '  '+line({c:c for c in cols}), *(('> ' if r['module']==(self.producer or '(the model)') and self.producer is not None else '  ')+line(r) for r in rows)]
             if left: res.append(f'  … and {left} more')
         return '\n'.join(res)
+    __repr__ = __str__
 
     def _repr_html_(self):
         "Colours that go with a light and a dark page: the text's own, and transparent ones behind it"
@@ -342,7 +353,7 @@ class PrecisionReport:
         if rows:
             text = ('module','type','computes','nonfinite')
             cell = lambda tag,c,v,style='': f'<{tag} style="text-align:{"left" if c in text else "right"};padding:2px 8px;{style}">{e(v)}</{tag}>'
-            res += ['<table style="border-collapse:collapse"><thead><tr>', *(cell('th',c,c,'border-bottom:1px solid currentColor') for c in rows[0]), '</tr></thead><tbody>']
+            res += ['<table style="border-collapse:collapse;color:inherit;font-size:inherit"><thead><tr>', *(cell('th',c,c,'border-bottom:1px solid currentColor') for c in rows[0]), '</tr></thead><tbody>']
             for r in rows:
                 hot = self.producer is not None and r['module']==(self.producer or '(the model)')
                 res.append(f'<tr style="background:{"rgba(218,54,51,.22);font-weight:bold" if hot else "transparent"}">')
@@ -424,6 +435,9 @@ class Case:
         return replay(self.learn, self.batch, plan, scale or self.scale, self.backward, dtype=self.dtype, **kwargs)
     def run_fp32(self, **kwargs): return replay(self.learn, self.batch, None, self.scale, self.backward, dtype=self.dtype, **kwargs)
 
+    @functools.cached_property
+    def plan(self): return PrecisionPlan(self.model, self.dtype, self.keep)
+
     def sound(self, half):
         "Did that run go well?"
         return half.finite and not (self.silent and deviation(half.pred, self.fp32.pred)>0.1)
@@ -437,11 +451,6 @@ class Case:
         return sorted({max(o, self.min_scale) for o in (fits,1.) if o<self.scale and self.scale>self.min_scale}, reverse=True)
 
 # %% ../nbs/04_diagnose.ipynb #8eed8d9d
-def _nonfinite(named):
-    "Names and counts of the tensors with numbers that are not finite"
-    ts = [(n,t) for n,t in named if t is not None and (t.is_floating_point() or t.is_complex())]
-    return [(n,c,t.numel()) for n,t in ts if (c:=int((~t.detach().isfinite()).sum()))]
-
 def _listed(os, n=5): return ', '.join(map(str, os[:n]))+(f' and {len(os)-n} more' if len(os)>n else '')
 
 def _where(case, name):
@@ -450,15 +459,33 @@ def _where(case, name):
     return f'{name} ({kind})' if name else f'the code of the model itself ({kind})'
 
 # %% ../nbs/04_diagnose.ipynb #76d05e02
+def _bad_weights(case):
+    "A report on weights and statistics that are not finite already; `None` if all are. What is not trained may mean its infinities"
+    named = [(n,t.isfinite() if t.requires_grad else ~t.isnan()) for n,t in (*case.model.named_parameters(), *case.model.named_buffers())]
+    bad = [f'{n} ({c} of {ok.numel()} numbers)' for n,ok in named if (c:=int((~ok).sum()))]
+    if bad: return PrecisionReport('weights', f"Weights are not finite already: {_listed(bad)}.",
+        "load a checkpoint from before; no precision mends them", bad[0].split(' (')[0].rpartition('.')[0])
+
+def _replaced(o, ts):
+    "`o` with the tensors in it that have an entry in `ts`, by id, replaced by that"
+    if isinstance(o, Tensor): return ts.get(id(o), o)
+    if isinstance(o, Mapping): return type(o)({k: _replaced(v, ts) for k,v in o.items()})
+    return type(o)(_replaced(v, ts) for v in o) if type(o) in (tuple,list) else o
+
 def _bad_data(case):
-    "A report on inputs or targets that are not finite; `None` if all are"
-    for what,os in (('inputs',case.batch.xb),('targets',case.batch.yb)):
-        for t in _tensors(os):
-            bad = (~t.detach().isfinite()).flatten(1 if t.dim()>1 else 0)
-            if not bad.any(): continue
-            samples = (bad.any(1) if t.dim()>1 else bad).nonzero().flatten().tolist()
-            return PrecisionReport('data', f"The {what} of the batch are not finite, in {len(samples)} of its {len(t) if t.dim() else 1} samples: {_listed(samples, 10)}.",
-                "find them in the data and repair or drop them; the steps of such batches are skipped", samples=samples)
+    "A report on inputs or targets that are at fault: with 0 in place of what is not finite, the batch is finite. `None` if they are not"
+    b = case.batch
+    ts = {id(t): torch.where(t.isfinite(), t, 0) for t in _tensors((b.xb,b.yb)) if not t.isfinite().all()}
+    def finite(ts): return replace(case, batch=Batch(_replaced(b.xb, ts), _replaced(b.yb, ts), b.states)).run_fp32(look=False).finite
+    if not ts or not finite(ts): return
+    guilty = [t for t in _tensors((b.xb,b.yb)) if id(t) in ts and (len(ts)==1 or not finite({k:v for k,v in ts.items() if k!=id(t)}))] # a mask of -inf is not
+    samples,n = set(),0
+    for t in guilty:
+        bad,n = (~t.detach().isfinite()).flatten(1) if t.dim()>1 else ~t.detach().isfinite().view(-1,1),max(n, len(t) if t.dim() else 1)
+        samples |= set(bad.any(1).nonzero().flatten().tolist())
+    whose = [what for what,o in (('inputs',b.xb),('targets',b.yb)) if any(t is g for t in _tensors(o) for g in guilty)]
+    return PrecisionReport('data', f"The {' and '.join(whose)} of the batch are not finite, in {len(samples)} of its {n} samples: {_listed(sorted(samples), 10)}.",
+        "find them in the data and repair or drop them; the steps of such batches are skipped", samples=sorted(samples))
 
 def _diverged(case):
     run,lr = case.fp32,case.learn.opt.hypers[-1]['lr'] if case.learn.opt is not None else None
@@ -480,13 +507,10 @@ def diagnose(
     inside=None # Names of the modules to look into from the start, as a predicate; without it only the producer is looked into
 ) -> PrecisionReport: # Raises what the batch raises in fp32
     "Why the batch of `case` is not finite in half precision, or how much room it has"
-    if bad:=_nonfinite([*case.model.named_parameters(), *((n,b) for n,b in case.model.named_buffers() if n.rpartition('.')[2].startswith('running_'))]):
-        return PrecisionReport('weights', f"Weights are not finite already: {_listed([f'{n} ({c} of {of} numbers)' for n,c,of in bad])}.",
-            "load a checkpoint from before; no precision mends them", bad[0][0].rpartition('.')[0], dtype=case.dtype)
     case.fp32 = case.run_fp32(shares=True, inside=inside)
     if case.fp32.error is not None: raise case.fp32.error
     if not case.fp32.finite:
-        report = _bad_data(case) or _diverged(case)
+        report = _bad_weights(case) or _bad_data(case) or _diverged(case)
         half = None
     else:
         half = case.half = case.run(inside=inside)
@@ -536,7 +560,7 @@ def _judge(case, half):
 # %% ../nbs/04_diagnose.ipynb #67e702ed
 def _ladder(case, name):
     "What to keep in fp32 for a fault in the module `name`, the least first, as `keep_fp32` takes it"
-    weights = {id(d[n]): d[n].numel() for d,n in PrecisionPlan(case.model, case.dtype, case.keep).slots}
+    weights = {id(d[n]): d[n].numel() for d,n in case.plan.slots}
     while True:
         m = case.model.get_submodule(name)
         if not isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict)):
@@ -556,7 +580,7 @@ def _next(case, run, frame, promoted):
 
 def _beyond(case):
     "The layers that take in or give numbers which half precision cannot hold, whatever happens elsewhere"
-    top,modules = torch.finfo(case.dtype).max,dict(case.model.named_modules())
+    top,modules = torch.finfo(case.dtype).max,{n:m for n,m in case.model.named_modules() if m not in case.plan.in_fp32}
     large = dict.fromkeys(f.name for f in case.fp32.frames if any(s.value and s.value[1]>top for s in (*f.ins,*f.outs)))
     return [n for n in large if n and n in modules and modules[n]._parameters and not modules[n]._modules]
 

@@ -75,7 +75,7 @@ class Checkup(list):
         res = [f'<div style="color:inherit"><p><b>{e(self.sentence)}</b></p>']
         if self:
             cell = 'padding:.25em .6em;text-align:left;vertical-align:top'
-            res.append('<table style="border-collapse:collapse"><tbody>')
+            res.append('<table style="border-collapse:collapse;color:inherit;font-size:inherit"><tbody>')
             for o in self:
                 what = f'{e(o.fact)}<br><code style="white-space:pre-wrap">{e(o.remedy)}</code>'
                 cells = ''.join(f'<td style="{cell}">{v}</td>' for v in (f'<b>{o.severity}</b>', e(o.where), what))

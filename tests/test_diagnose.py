@@ -1,5 +1,7 @@
 "A batch runs again without a trace, the verdict on it is right, and what was promoted is needed, is enough and stays"
-import copy,math,pickle,random,re,warnings
+import copy,itertools,math,pickle,random,re,warnings
+from collections import Counter,deque
+from types import SimpleNamespace
 import numpy as np
 import pytest,torch
 from torch.utils.checkpoint import checkpoint
@@ -23,10 +25,15 @@ class Stateful(nn.Module):
         self.sn = nn.utils.parametrizations.spectral_norm(nn.Linear(16,16))
         self.register_buffer('calls', torch.zeros(()))
         self.ema,self.seen,self.h,self.gen = nn.Parameter(torch.zeros(16), requires_grad=False),[],torch.zeros(1,16),torch.Generator().manual_seed(0)
+        self.np,self.last,self.count,self.rng,self.caches = np.zeros(2),deque(maxlen=3),itertools.count(),np.random.default_rng(0),[SimpleNamespace(n=0, by=Counter())]
         self.inp.register_forward_hook(self.hook)
     def hook(self, m, x, y): self.seen.append(float(y.detach().float().mean()))
     def forward(self, x):
         self.calls += 1
+        self.np += self.rng.random()
+        self.last.append(next(self.count))
+        self.caches[0].n += 1
+        self.caches[0].by['calls'] += 1
         x = self.drop(self.bn(self.inp(x)))+1e-3*(random.random()+np.random.rand()+torch.rand((), generator=self.gen))
         y,self.h = self.rnn(x, self.h.detach())
         with torch.no_grad(): self.ema.mul_(0.9).add_(y.float().mean(0))
@@ -52,7 +59,8 @@ def everything(learn):
     hooks += [len(torch.nn.modules.module._global_forward_hooks), len(torch.nn.modules.module._global_forward_pre_hooks)]
     rng = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), learn.model.gen.get_state().tolist()]
     flags = [torch.is_autocast_enabled('cpu'), torch.is_grad_enabled(), [m.training for m in learn.model.modules()], [p.requires_grad for p in learn.model.parameters()]]
-    return ids,str(inner),hooks,rng,flags,ts
+    m = learn.model
+    return ids,str(inner),hooks,rng,flags,str((m.np,m.last,m.count,m.rng.bit_generator.state,m.caches)),ts
 
 def same(a, b): return a[:-1]==b[:-1] and equal(a[-1], b[-1])
 
@@ -425,7 +433,7 @@ def test_the_report_can_be_read(name):
         def handle_endtag(self, tag): assert self.open.pop()==tag
     p = Check()
     p.feed(page)
-    assert p.open==[] and p.hot==len(rows) and 'color:' not in page.replace('background-color:', '') # the page's own, light or dark
+    assert p.open==[] and p.hot==len(rows) and 'color:' not in page.replace('color:inherit', '') # the page's own, light or dark
     ax = r.plot()
     assert [t.get_text() for t in ax.get_yticklabels()]==[o or '(the model)' for o in r.table.sort_values('order', ascending=False).module]
     assert len(ax.patches)==len(r.table)
@@ -438,3 +446,33 @@ def test_names_are_escaped():
     Sneaky.__name__ = '<b>Sneaky</b>'
     r = diagnose(case(mlp(Sneaky())))
     assert '<b>Sneaky' not in r._repr_html_() and '&lt;b&gt;Sneaky' in r._repr_html_()
+
+def test_the_producer_is_shown_wherever_it_stands():
+    "It may have more room than a dozen others, where an intermediate of its own overflows"
+    r = diagnose(case(lambda: nn.Sequential(nn.Linear(8,16), *[Do(lambda x: x+2500) for _ in range(14)], Do(lambda x: x-34900), Do(lambda x: x*1e6*1e-6), nn.Linear(16,1))))
+    assert r.producer=='16' and [l.split()[1] for l in str(r).splitlines() if l.startswith('> ')]==['16'] and r._repr_html_().count('rgba(218')==1
+
+class Masked(nn.Module):
+    "Two inputs, one of them a mask of 0 and -inf; a frozen mask and a buffer of -inf"
+    def __init__(self):
+        super().__init__()
+        self.lin,self.out,self.prior = nn.Linear(8,4),nn.Linear(4,1),nn.Parameter(torch.tensor([0.,0.,0.,-math.inf]), requires_grad=False)
+        self.register_buffer('never', torch.tensor([0.,-math.inf,0.,0.]))
+    def forward(self, x, mask): return self.out((self.lin(x)+mask+self.prior+self.never).softmax(-1))
+
+def test_meant_infinities_in_inputs_weights_and_buffers_are_not_blamed():
+    x,mask = torch.randn(8,8),torch.zeros(8,4)
+    mask[::2,0] = -math.inf
+    def verdict(x, mask=mask, broken=None):
+        c = case(Masked)
+        c.batch.xb = (x,mask)
+        if broken: c.model.get_buffer('never').fill_(math.nan) if broken=='buffer' else c.model.lin.bias.data.fill_(math.nan)
+        return diagnose(c)
+    assert verdict(x).verdict=='healthy'
+    r = verdict(with_nan(x, 1, 4))
+    assert (r.verdict,r.samples)==('data',[1,4]) and 'inputs of the batch' in r.sentence
+    r = verdict(with_nan(x, 1), with_nan(mask, 1, 6))
+    assert (r.verdict,r.samples)==('data',[1,6])
+    assert verdict(x, broken='buffer').sentence.startswith('Weights are not finite already: never (4 of 4 numbers)')
+    assert verdict(with_nan(x, 1), broken='weight').verdict=='weights'
+    assert verdict(x*1e38*10).verdict=='divergence'
