@@ -481,7 +481,8 @@ def _bad_data(case):
     guilty = [t for t in _tensors((b.xb,b.yb)) if id(t) in ts and (len(ts)==1 or not finite({k:v for k,v in ts.items() if k!=id(t)}))] # a mask of -inf is not
     samples,n = set(),0
     for t in guilty:
-        bad,n = (~t.detach().isfinite()).flatten(1) if t.dim()>1 else ~t.detach().isfinite().view(-1,1),max(n, len(t) if t.dim() else 1)
+        t = t.detach().view(1,1) if t.dim()==0 else t.detach().flatten(1) if t.dim()>1 else t.detach()[:,None]
+        bad,n = t.isnan() if t.isnan().any() else ~t.isfinite(),max(n, len(t))
         samples |= set(bad.any(1).nonzero().flatten().tolist())
     whose = [what for what,o in (('inputs',b.xb),('targets',b.yb)) if any(t is g for t in _tensors(o) for g in guilty)]
     return PrecisionReport('data', f"The {' and '.join(whose)} of the batch are not finite, in {len(samples)} of its {n} samples: {_listed(sorted(samples), 10)}.",
