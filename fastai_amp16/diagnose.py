@@ -65,14 +65,13 @@ def untouched(
 ):
     "A context in which the model of `learn` may run forward and backward, with loss and callbacks, of which nothing remains"
     before,grads = [(vars(o), dict(vars(o))) for o in _owners(learn)],[(p, p.grad) for p in learn.model.parameters()]
-    states,autocast = get_random_states(),torch.is_autocast_cache_enabled()
+    states = get_random_states()
     def put_back():
         for attrs,own in before:
             attrs.clear()
             attrs.update(own)
         for p,g in grads: p.grad = g
         set_random_states(**states)
-        torch.set_autocast_cache_enabled(autocast)
     try:
         memo = {}
         for attrs,own in before: attrs.update({k: _copied(v, memo) for k,v in own.items()})
@@ -589,7 +588,7 @@ def _joined(case, promoted):
     "With the name of a module in place of the names of all its children; in the order of the model"
     for name,m in reversed(list(case.model.named_modules())): # inner modules first
         children = {f'{name}.{n}' for n,_ in m.named_children()}
-        if name and children and children<=set(promoted): promoted = [*(p for p in promoted if not p.startswith(name+'.')), name]
+        if name and len(children)>1 and children<=set(promoted): promoted = [*(p for p in promoted if not p.startswith(name+'.')), name]
     order = [n for n,_ in case.model.named_modules()]
     return sorted(promoted, key=lambda p: order.index(p.rstrip('.')))
 
