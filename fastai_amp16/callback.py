@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from .scaler import DynamicScaler
 from .precision import PrecisionPlan,cast_floats,find_modules,_surely
 from .clip import GradientNormClip,grad_params,grad_values
-from .diagnose import Batch,Case,PrecisionReport,deviation,diagnose,heal,replay,untouched,_tensors
+from .diagnose import Batch,Case,PrecisionReport,blame,deviation,diagnose,heal,replay,untouched,_tensors
 
 # %% ../nbs/05_callback.ipynb #8289ab21
 def _check(ok, name, value, allowed):
@@ -63,7 +63,7 @@ class DynamicMixedPrecision(MixedPrecision):
         self.scaler = DynamicScaler('cpu', enabled=self.amp_mode==AMPMode.FP16, **kwargs)
         self.skipped,self._stuck,self._epoch_start,self._steps = 0,0,0,[]
         self.reports,self.promoted = [],[] # what diagnoses found, and what healing keeps in fp32, as `keep_fp32` takes it
-        self._broken,self._zeros,self._wait,self._pause = 0,0,0,0
+        self._broken,self._wait,self._pause = 0,0,0
 
     def __call__(self, event_name):
         "Of several in a learner (one of them in `fit(cbs=…)`, say) the last is at work, the others rest"
@@ -71,6 +71,8 @@ class DynamicMixedPrecision(MixedPrecision):
 
     def make_plan(self, model:nn.Module) -> PrecisionPlan:
         "Who computes in what in `model`; tells what is wrong with it"
+        names = {n for n,_ in model.named_modules()}
+        self.promoted = [o for o in self.promoted if o.rstrip('.') in names] # the others were of another model
         return PrecisionPlan(model, self.dtype, self._keep())
 
     @property
@@ -154,15 +156,20 @@ def _running(learn):
     mp = learn.__dict__.get('mixed_precision')
     return mp if isinstance(mp, DynamicMixedPrecision) and mp.run else None
 
+Learner._fitting = False # is it in a fit?
+
 def _fit(learn, f):
     "Run `f`, all epochs, with no gradients from before, and leave none"
     def drop():
         if mp:=_running(learn): mp.drop_step()
     try:
         drop()
+        learn._fitting = True
         if (mp:=_running(learn)) and not hasattr(learn, 'skip_to_epoch'): mp._broken = mp._wait = mp._pause = 0 # else it goes on
         f()
-    finally: _surely(drop)
+    finally:
+        _surely(drop)
+        learn._fitting = False
 
 def _batch(learn, f):
     "Run `f`, which works on one batch, its forward pass in half precision"
@@ -221,7 +228,7 @@ def before_batch(self:DynamicMixedPrecision):
     self.step_norm,self._skips,self._loss = None,False,None
     if self.training and self._forward is None: # at the first of several accumulated batches
         self._noted,self._batches = self.ready().note_buffers(),()
-    if self.training and (self._broken or self._stuck or self._zeros): self._batches = (*self._batches, Batch.of(self.learn, get_random_states())) # to be run again
+    if self.training and (self._broken or self._stuck or _is_asked(len(self._steps)+1)): self._batches = (*self._batches, Batch.of(self.learn, get_random_states())) # to be run again
 
 @patch
 def after_pred(self:DynamicMixedPrecision): self.learn.pred = cast_floats(self.pred)
@@ -260,20 +267,17 @@ def before_step(self:DynamicMixedPrecision):
     self._others = [p for p in self.ready().params if p.grad is not None and p not in held]
     grads,others = grad_values(params),grad_values(self._others)
     if scale!=1: torch._foreach_mul_(grads+others, 1/scale)
-    norms = torch.stack([n.to(grads[0].device) for n in torch._foreach_norm(grads)])
-    norm,least = torch.linalg.vector_norm(norms),torch.linalg.vector_norm(norms, -math.inf)
+    norm = get_total_norm(grads)
     finite = norm+0*get_total_norm(others).to(norm.device) if others else norm
     bad = math.inf if forward is None else forward.to(norm.device)+math.inf # None: gradients without a backward pass in this step
-    norm = torch.where(finite.isfinite(), norm, bad)
-    norm = torch.where(least>0, norm, -norm).item() # one read: the sign tells whether a gradient is 0 throughout
-    norm,silent = abs(norm),math.copysign(1, norm)<0
+    norm = torch.where(finite.isfinite(), norm, bad).item()
     overflow = not math.isfinite(norm)
     if not math.isnan(norm): self.scaler.update(found_inf=overflow)
     self._steps.append((scale, overflow, norm))
     if overflow: self._skip(noted, math.isnan(norm), scale)
     self.scaler.climb()
     self.step_norm,self._stuck = norm,0
-    if silent: self._check_silent(scale)
+    if self._batches and _is_asked(len(self._steps)): self._check_silent(scale)
 
 @patch
 def _skip(self:DynamicMixedPrecision, noted, forward, scale):
@@ -315,13 +319,14 @@ def _check_spiral(self:DynamicMixedPrecision, forward, scale):
     lost = report and report.verdict in ('divergence','weights') and self._stuck>=self.patience
     if lost and self.on_spiral=='heal' and not hasattr(self.learn, 'lr_finder'): raise CancelFitException() # `lr_find` ends where the loss explodes
 
+def _is_asked(n):
+    "Is the `n`-th step the 16th, the 160th, the 1600th, ..., in which predictions are compared with those of fp32?"
+    while n>16 and n%10==0: n //= 10
+    return n==16
+
 @patch
 def _check_silent(self:DynamicMixedPrecision, scale):
-    """Gradients that are 0 throughout a tensor may come from numbers that overflowed without a sign: does half precision predict what fp32 does?
-
-    `x/x.square().mean().sqrt()` is 0 where the square is inf. Asked at the second such step, the fourth, the eighth, ..."""
-    self._zeros += 1
-    if self._zeros==1 or self._zeros&(self._zeros-1): return
+    "Does half precision predict what fp32 does? `x/x.square().mean().sqrt()` is 0 where the square is inf, and no other sign tells of it"
     try:
         fp32 = replay(self.learn, self._batches[-1], backward=False, look=False)
         wrong = not fp32.error and deviation(self.pred, fp32.pred)>0.1
@@ -356,6 +361,7 @@ def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None):
     self.reports.append(report)
     if healed:
         report.promoted,report.new_scale = healed
+        blame(case, report)
         self.promoted = [*self.promoted, *report.promoted]
         self.plan = None
         report.remedy = f"kept in fp32 from now on; keep_fp32=[{', '.join(map(repr, self._names()))}] does so from the start"
@@ -383,22 +389,22 @@ def _is_finite(self:DynamicMixedPrecision):
 @contextmanager
 def _training_case(learn, b=None):
     "A training batch as a `Case`; nothing of what happens in this context remains"
-    mp,rng = _running(learn),_shuffling(learn)
-    state = rng and rng.getstate()
-    learn.model.to(learn.dls.device)
-    try:
-        with untouched(learn):
-            learn._split(to_device(learn.dls.one_batch() if b is None else b, learn.dls.device))
+    mp,dl = _running(learn),learn.dls.train
+    device = getattr(dl, 'device', None) or next(learn.model.parameters()).device
+    learn.model.to(device)
+    with untouched(learn, dl):
+        if b is not None or not learn._fitting: # else the batch at hand
+            learn._split(to_device(b if b is not None else dl.one_batch() if hasattr(dl, 'one_batch') else first(dl), device))
             learn.training = learn.model.train().training
-            yield Case(learn, Batch.of(learn), mp and mp._keep(), mp.dtype if mp else torch.float16, mp.scaler.get_scale() if mp else 2.**16, None)
-    finally:
-        if rng:
-            learn.dls.loaders[0].rng = rng
-            rng.setstate(state)
+            for cb in learn.cbs.sorted('order'):
+                try: cb('before_batch')
+                except Exception: # it was not prepared by the events of a fit
+                    if learn._fitting: raise
+        yield Case(learn, Batch.of(learn), mp and mp._keep(), mp.dtype if mp else torch.float16, mp.scaler.get_scale() if mp else 2.**16, None)
 
 @patch
 def diagnose_fp16(self:Learner,
-    b=None # A batch as the data loaders give it; the first of the training set by default
+    b=None # A batch as the data loaders give it; by default the one at hand in a fit, else the first of the training set
 ) -> PrecisionReport: # A table in a notebook; text by `str`, a DataFrame in `.table`, a picture by `.plot()`
     "Run one training batch in fp32 and in half precision, and report on the room that each module has; nothing of it remains"
     if self._replaying: return # a callback that asks for a report is part of it
@@ -492,7 +498,7 @@ class GradNorm(_StepMetric):
         return sum(norms)/len(norms) if norms else None
 
 # %% ../nbs/05_callback.ipynb #fab65fc7
-_healing = ('promoted','_broken','_zeros','_wait','_pause')
+_healing = ('promoted','_broken','_wait','_pause')
 
 class _OptAndMore:
     "What `opt` is while a checkpoint is saved or loaded: the optimizer, the scaler of `mp`, and the random state"

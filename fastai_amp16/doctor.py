@@ -14,7 +14,7 @@ from weakref import ref
 from fastai.basics import *
 from fastai.callback.channelslast import ChannelsLast
 from .precision import PrecisionPlan,_convs,_half_types,_unwrap
-from .diagnose import diagnose,heal,replay,_is_bad,_listed,_tensors
+from .diagnose import diagnose,heal,replay,_is_bad,_listed,_loss,_tensors
 from .callback import _emulates_bf16,_running,_training_case
 
 # %% ../nbs/06_doctor.ipynb #086315b4
@@ -218,8 +218,8 @@ def _losses(e):
     for n in e.nodes:
         p = _squashed(n.ins[0]) if n.op in ('log','binary_cross_entropy') and n.ins else None
         if p is None: continue
-        in_loss,half,kind = n.module=='loss_func',e.is_half(p, n),p.op.capitalize()
-        if not half and not (p.module=='loss_func' and n.ins[0].source is p): continue # an eps is enough for fp32
+        in_loss,half,kind = n.module==_loss,e.is_half(p, n),p.op.capitalize()
+        if not half and not (p.module==_loss and n.ins[0].source is p): continue # an eps is enough for fp32
         loss = 'learn.loss_func = nn.'+dict(sigmoid='BCEWithLogitsLoss()', softmax='CrossEntropyLoss()')[p.op]
         if not in_loss: fix = f"# in its code: F.log{dict(sigmoid='sigmoid', softmax='_softmax')[p.op]} in place of {p.op} and log; or\n"
         elif isinstance(e.modules.get(p.module), getattr(nn, kind)) and e.all_are(getattr(nn, kind), [p]):

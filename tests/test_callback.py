@@ -96,7 +96,7 @@ def test_one_host_read_a_step(to, cbs):
         learn = to(learner(n=16*n, cbs=[*cbs, Poison({1,4}, 'backward'), Poison2({2})]))
         with CountReads() as c: fit(learn, 1)
         return c.n
-    assert reads(to, 20)-reads(to, 8)==12+reads(Learner.to_fp32, 20)-reads(Learner.to_fp32, 8)
+    assert reads(to, 15)-reads(to, 7)==8+reads(Learner.to_fp32, 15)-reads(Learner.to_fp32, 7) # in the 16th predictions are compared
 
 class Poison2(Poison):
     def __init__(self, steps): super().__init__(steps, 'forward')
