@@ -14,7 +14,7 @@ from fastai.callback.training import GradientClip
 from fastai.text.learner import TextLearner
 from torch.nn.utils import get_total_norm
 from .scaler import DynamicScaler
-from .precision import PrecisionPlan,cast_floats,find_modules,_surely
+from .precision import PrecisionPlan,cast_floats,find_modules,_surely,_unwrap
 from .clip import GradientNormClip,grad_params,grad_values
 from .diagnose import Batch,Case,PrecisionReport,blame,deviation,diagnose,heal,replay,untouched,_tensors
 
@@ -71,7 +71,7 @@ class DynamicMixedPrecision(MixedPrecision):
 
     def make_plan(self, model:nn.Module) -> PrecisionPlan:
         "Who computes in what in `model`; tells what is wrong with it"
-        names = {n for n,_ in model.named_modules()}
+        names = {n for n,_ in _unwrap(model).named_modules()}
         self.promoted = [o for o in self.promoted if o.rstrip('.') in names] # the others were of another model
         return PrecisionPlan(model, self.dtype, self._keep())
 

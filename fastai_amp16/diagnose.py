@@ -18,6 +18,7 @@ from types import FunctionType,MethodType
 from weakref import ref
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.nn.utils import get_total_norm
 from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
@@ -81,7 +82,8 @@ def untouched(
 
     What modules, loss function, callbacks and learner hold is put back: tensors, numpy arrays, generators of random numbers, plain containers,
     and objects with these. Out of reach are globals, attributes of classes, and what code writes to files."""
-    before,grads = [(vars(o), dict(vars(o))) for o in _owners(learn)],[(p, p.grad) for p in learn.model.parameters()]
+    owners = [(o, type(o)) for o in _owners(learn)]
+    before,grads = [(vars(o), dict(vars(o))) for o,_ in owners],[(p, p.grad) for p in learn.model.parameters()]
     dicts = [(v, copy(v)) for _,own in before for v in own.values() if type(v) in (dict,OrderedDict)] # a hook's handle removes it from the original
     loader = [(v, v.getstate() if isinstance(v, random.Random) else copy(v)) for v in _loader_parts(dl)]
     states = get_random_states()
@@ -95,6 +97,8 @@ def untouched(
             else:
                 v.clear()
                 v.update(c)
+        for o,cls in owners:
+            if type(o) is not cls: o.__class__ = cls # a lazy module that has found its sizes
         for p,g in grads: p.grad = g
         set_random_states(**states)
     try:
@@ -173,7 +177,7 @@ class _Watch(TorchFunctionMode):
         if not self.on: return
         name = self.names.get(m)
         self.enter(_loss if name is None else name, args)
-        self.stack[-1].params = self.look(self.stack[-1], 'param', [p for p in m._parameters.values() if p is not None and p.requires_grad])
+        self.stack[-1].params = self.look(self.stack[-1], 'param', [p for p in m._parameters.values() if p is not None and p.requires_grad and not is_lazy(p)])
     def hook(self, m, args, out):
         if self.on: self.leave(out)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest,torch
 from torch.utils.checkpoint import checkpoint
 from fastai.basics import Callback,Learner,load_learner,nn,set_seed
+from fastai.losses import CrossEntropyLossFlat
 from fastai.callback.training import GradientAccumulation
 from fastai_amp16.all import AdamW16,PrecisionReport
 from fastai_amp16.diagnose import Batch,Case,diagnose,heal,replay,untouched
@@ -496,3 +497,119 @@ def test_meant_infinities_in_inputs_weights_and_buffers_are_not_blamed():
     assert (r.verdict,r.samples)==('data',[1,6])
     assert verdict(x, broken='buffer').sentence.startswith('Weights are not finite already: never (4 of 4 numbers)')
     assert verdict(with_nan(x, 1), broken='weight').verdict=='weights'
+
+# %% in a fit, on every kind of learner
+class InRoot(nn.Module):
+    "Root mean squares in the model's own code"
+    def __init__(self):
+        super().__init__()
+        self.inp,self.out = nn.Linear(16,16),nn.Linear(16,4)
+    def forward(self, x):
+        x = self.inp(x)
+        return self.out((x/(x.pow(2).mean(1, keepdim=True)+1e-6).sqrt()).relu())
+
+@pytest.mark.parametrize('share', [0.1,0.5])
+def test_silent_overflows_in_some_samples(share):
+    "`x/inf` is 0: no step is skipped and no gradient is 0 throughout, but predictions are not those of fp32"
+    def figure(to):
+        def data(n):
+            x,y = hostile.classes(n)
+            return torch.where(torch.rand(n, 1)<share, 1000., 1.)*x,y
+        learn = to(hostile.learner(0, data, InRoot))
+        return learn,hostile.fit(learn, 8, 1e-2)
+    (_,fp32),(learn,fp16) = figure(Learner.to_fp32),figure(Learner.to_fp16_dynamic)
+    mp = learn.mixed_precision
+    assert fp32>0.95 and abs(fp32-fp16)<0.02 and mp.promoted==['.'] and 'wrong ones' in mp.reports[0].sentence
+
+def test_the_second_look_is_rare():
+    from fastai_amp16.callback import _is_asked
+    assert [n for n in range(20000) if _is_asked(n)]==[16,160,1600,16000]
+
+def test_a_harmless_mask_is_not_named():
+    "It becomes -inf in half precision, and a softmax makes 0 of it; what overflows is another"
+    class Soft(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mask,self.inp,self.ffn,self.out = Do(lambda s: (torch.ones(4,4).triu(1)*-1e9).to(s.dtype)),nn.Linear(8,4),nn.Sequential(nn.Linear(4,4), Do(times_and_back)),nn.Linear(4,1)
+        def forward(self, x):
+            h = self.inp(x)
+            s = (h[:,:,None]*h[:,None]+self.mask(h)).softmax(-1)
+            return self.out(self.ffn((s@h[...,None])[...,0]))
+    with pytest.warns(UserWarning) as w: learn = fit(learner(Soft).to_fp16_dynamic(), 2)
+    assert learn.mixed_precision.promoted==['ffn.1'] and learn.mixed_precision.reports[0].producer=='ffn.1'
+    assert any('`mul` in ffn.1 (Do)' in str(o.message) for o in w)
+
+def test_a_module_named_like_the_loss_function():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin,self.loss_func = nn.Linear(8,1),Do(times_and_back)
+        def forward(self, x): return self.loss_func(self.lin(x))
+    r = diagnose(c:=case(Model))
+    assert (r.verdict,r.producer)==('forward','loss_func') and heal(c)[0]==['loss_func']
+
+def test_the_remedy_without_healing_leaves_something_in_half():
+    r = diagnose(case(lambda: Block16()))
+    assert r.remedy=="keep_fp32=['.']"
+
+def test_a_new_model_does_not_inherit_promotions():
+    learn = fit(learner(mlp(Do(times_and_back))).to_fp16_dynamic(), 1)
+    assert learn.mixed_precision.promoted==['1']
+    learn.model = nn.Linear(8,1)
+    learn.create_opt()
+    fit(learn, 1)
+    assert learn.mixed_precision.promoted==[]
+
+def test_compiled_as_a_whole():
+    learn = learner(mlp(Do(times_and_back)))
+    learn.model = torch.compile(learn.model, backend='eager')
+    fit(learn.to_fp16_dynamic(), 3)
+    assert learn.mixed_precision.promoted==['1'] and learn.mixed_precision.skipped==2
+
+def test_a_lazy_module_stays_lazy():
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4,1))
+    learn = learner(lambda: model).to_fp32()
+    with untouched(learn): model(torch.randn(2,8))
+    assert type(model[0]) is nn.LazyLinear and torch.nn.parameter.is_lazy(model[0].weight)
+    model(torch.randn(2,8))
+
+def test_a_hook_that_removes_itself_comes_back():
+    c = case(mlp(nn.ReLU()))
+    handle = c.model[0].register_forward_hook(lambda m,x,y: handle.remove())
+    replay(c.learn, c.batch)
+    assert len(c.model[0]._forward_hooks)==1
+
+class Ask(Callback):
+    "Asks for a report at each `event`"
+    def __init__(self, event, b=None): setattr(self, event, lambda: self.reports.append(self.learn.diagnose_fp16(b)) if self.training else None)
+    def before_fit(self): self.reports = []
+
+@pytest.mark.parametrize('event', ['before_batch','after_pred','after_backward','after_batch'])
+@pytest.mark.parametrize('kind', ['mixup','torch','iterable','text'])
+def test_asking_in_a_fit_changes_nothing(kind, event):
+    from fastai.basics import DataLoader,DataLoaders
+    from fastai.callback.mixup import MixUp
+    def run(*cbs):
+        set_seed(0, reproducible=True)
+        if kind=='mixup': learn = hostile.learner(0, hostile.classes, lambda: nn.Linear(16,4), loss_func=CrossEntropyLossFlat(), n=64)
+        else: learn = learner(n=40, bs=16)
+        ds = learn.dls.train.dataset
+        if kind=='torch':
+            dls = [torch.utils.data.DataLoader(list(ds), 16, shuffle=s) for s in (True,False)]
+            learn.dls = DataLoaders(*dls, device='cpu')
+        if kind=='iterable':
+            class It(torch.utils.data.IterableDataset):
+                def __iter__(self): return iter(list(ds))
+            learn.dls = DataLoaders(DataLoader(It(), bs=16, n=40), learn.dls.valid)
+        if kind=='text':
+            from fastai.text.data import LMDataLoader,LMTensorText
+            texts = [(LMTensorText(torch.randint(0, 9, (20+i,))),) for i in range(9)]
+            learn.dls = DataLoaders(LMDataLoader(texts, bs=4, seq_len=6, shuffle=True), LMDataLoader(texts[:4], bs=4, seq_len=6))
+            learn.model = nn.Sequential(nn.Embedding(9,8), nn.Linear(8,9))
+            learn.loss_func = lambda p,t: nn.functional.cross_entropy(p.flatten(0, 1), t.flatten())
+        learn.add_cbs([*cbs, *([MixUp()] if kind=='mixup' else [])])
+        return fit(learn.to_fp16_dynamic(), 2)
+    a,b = run(),run(ask:=Ask(event))
+    assert len(ask.reports)>3 and all(r.verdict=='healthy' for r in ask.reports) and equal(state(a), state(b))
+    before = random.getstate(),torch.get_rng_state()
+    assert b.diagnose_fp16().verdict=='healthy' and before[0]==random.getstate() and torch.equal(before[1], torch.get_rng_state())
