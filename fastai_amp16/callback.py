@@ -156,7 +156,7 @@ def _running(learn):
     mp = learn.__dict__.get('mixed_precision')
     return mp if isinstance(mp, DynamicMixedPrecision) and mp.run else None
 
-Learner._fitting = False # is it in a fit?
+Learner._fitting = Learner._prepared = False # is it in a fit, and is a batch through with `before_batch`?
 
 def _fit(learn, f):
     "Run `f`, all epochs, with no gradients from before, and leave none"
@@ -173,7 +173,7 @@ def _fit(learn, f):
 
 def _batch(learn, f):
     "Run `f`, which works on one batch, its forward pass in half precision"
-    mp = _running(learn)
+    learn._prepared,mp = True,_running(learn)
     if mp is None: return f()
     def run():
         call = _HalfCall(learn, mp.ready())
@@ -217,6 +217,7 @@ _with_events_fp32 = _fastais(Learner, '_with_events')
 @patch
 def _with_events(self:Learner, f, event_type, ex, final=noop):
     "fastai's own, which every part of a fit runs through; forward and backward pass as `DynamicMixedPrecision` wants them"
+    if event_type=='batch': self._prepared = False
     around = {'fit':_fit, 'batch':_batch, 'backward':_backward}.get(event_type)
     _with_events_fp32(self, partial(around, self, f) if around else f, event_type, ex, final)
 
@@ -393,9 +394,11 @@ def _training_case(learn, b=None):
     device = getattr(dl, 'device', None) or next(learn.model.parameters()).device
     learn.model.to(device)
     with untouched(learn, dl):
-        if b is not None or not learn._fitting: # else the batch at hand
+        learn._replaying,fresh = True,b is not None or not learn._fitting
+        if fresh: # else the batch at hand
             learn._split(to_device(b if b is not None else dl.one_batch() if hasattr(dl, 'one_batch') else first(dl), device))
             learn.training = learn.model.train().training
+        if fresh or not learn._prepared:
             for cb in learn.cbs.sorted('order'):
                 try: cb('before_batch')
                 except Exception: # it was not prepared by the events of a fit
