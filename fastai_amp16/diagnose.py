@@ -10,7 +10,7 @@ import math,random,sys,warnings
 from collections import Counter,OrderedDict,defaultdict,deque
 from collections.abc import Mapping
 from contextlib import contextmanager,nullcontext
-from copy import copy,deepcopy
+from copy import deepcopy
 from dataclasses import dataclass,field,fields,is_dataclass,replace
 from html import escape
 from itertools import count,islice
@@ -37,7 +37,7 @@ def _copied(o, memo):
     elif isinstance(o, _states): res = deepcopy(o)
     elif type(o) is tuple: res = tuple(_copied(v, memo) for v in o)
     elif type(o) in _containers:
-        res = memo[id(o)] = copy(o) # before what is in it, which may be itself
+        res = memo[id(o)] = o.copy() # before what is in it, which may be itself
         if type(o) is list and len(o)<1000: res[:] = [_copied(v, memo) for v in o] # longer ones are logs, of which nothing is changed
         elif isinstance(o, dict):
             for k,v in o.items(): res[k] = _copied(v, memo)
@@ -84,8 +84,8 @@ def untouched(
     and objects with these. Out of reach are globals, attributes of classes, and what code writes to files."""
     owners = [(o, type(o)) for o in _owners(learn)]
     before,grads = [(vars(o), dict(vars(o))) for o,_ in owners],[(p, p.grad) for p in learn.model.parameters()]
-    dicts = [(v, copy(v)) for _,own in before for v in own.values() if type(v) in (dict,OrderedDict)] # a hook's handle removes it from the original
-    loader = [(v, v.getstate() if isinstance(v, random.Random) else copy(v)) for v in _loader_parts(dl)]
+    dicts = [(v, v.copy()) for _,own in before for v in own.values() if type(v) in (dict,OrderedDict)] # a hook's handle removes it from the original
+    loader = [(v, v.getstate() if isinstance(v, random.Random) else v.copy()) for v in _loader_parts(dl)]
     states = get_random_states()
     def put_back():
         for attrs,own in (*before, *dicts):
@@ -312,12 +312,14 @@ def deviation(
     pred, # Tensors, at any depth
     reference # What they should be
 ) -> float: # 0 where they are the same, about 1 where they have nothing to do with each other
-    "The distance of predictions from those of `reference`, relative to how these differ from sample to sample"
+    """The distance of predictions from those of `reference`, relative to how these differ from sample to sample
+
+    Where these hardly differ, as those of an untrained network may, relative to a third of their size: rounding would look like a fault."""
     res = [0.]
     for a,b in zip(_tensors(pred), _tensors(reference)):
         a,b = [torch.where(a.isfinite() & b.isfinite(), o.detach(), 0).double() for o in (a,b)]
         spread = b-b.mean(0) if b.dim() and len(b)>1 else b
-        if (d:=(a-b).norm()): res.append((d/spread.norm()).item())
+        if (d:=(a-b).norm()): res.append((d/torch.maximum(spread.norm(), b.norm()/3)).item())
     return max(res)
 
 def _consumer(run, s):
