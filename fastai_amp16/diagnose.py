@@ -214,9 +214,8 @@ class _Watch(TorchFunctionMode):
             self.events.append((frame, where, seen))
         return res
     def came_by(self, seen, grad):
-        if seen.grad is None:
-            seen.grad,seen.turn = self.measure(grad, self.dtype if self.shares else None),len(self.fired)
-            self.fired.append(seen)
+        seen.grad,seen.turn = self.measure(grad, self.dtype if self.shares else None),len(self.fired)
+        self.fired.append(seen)
     def measure(self, t, dtype=None):
         with torch._C.DisableTorchFunction(), torch.no_grad(): res = _measure(t, dtype)
         self.stats += res

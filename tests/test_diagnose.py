@@ -613,3 +613,36 @@ def test_asking_in_a_fit_changes_nothing(kind, event):
     assert len(ask.reports)>3 and all(r.verdict=='healthy' for r in ask.reports) and equal(state(a), state(b))
     before = random.getstate(),torch.get_rng_state()
     assert b.diagnose_fp16().verdict=='healthy' and before[0]==random.getstate() and torch.equal(before[1], torch.get_rng_state())
+
+def test_a_module_that_only_looks_on_has_no_derivative():
+    "It takes in the tensor whose gradient is bad, deeper inside than the module at fault"
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin,self.out,self.root,self.log = nn.Linear(8,16),nn.Linear(16,1),Do(lambda x: torch.sqrt((x*1e-5)**2+1e-12)*1e5),nn.Sequential(nn.Sequential(nn.Tanh()))
+        def forward(self, x):
+            h = self.lin(x)
+            self.log(h)
+            return self.out(self.root(h))
+    assert diagnose(case(Model)).producer=='root'
+
+def test_a_layer_and_a_scale_at_once():
+    "The layer is kept in fp32, and the scale that fits comes with it"
+    c = case(mlp(Do(times_and_back)), loss_func=lambda p,t: 1e4*mse(p, t))
+    assert diagnose(c).verdict=='forward'
+    promoted,scale = heal(c)
+    assert promoted==['1'] and scale<2**16 and c.run(promoted, scale).finite and not c.run(promoted, 2.**16).finite
+
+def test_divergence_beside_a_mask_of_infinities():
+    c = case(Masked)
+    with torch.no_grad(): c.model.lin.weight.fill_(3e38)
+    mask = torch.zeros(8,4)
+    mask[::2,0] = -math.inf
+    c.batch.xb = (torch.randn(8,8),mask)
+    assert diagnose(c).verdict=='divergence'
+
+def test_what_a_checkpoint_computes_again_is_not_noted():
+    learn = learner(Stateful)
+    learn.xb,learn.yb,learn.training = (torch.randn(4,8),),(torch.randn(4,1),),True
+    run = replay(learn, Batch.of(learn), PrecisionPlan)
+    assert run.finite and run.calls['sn',None]==1
