@@ -147,6 +147,7 @@ hazards = dict( # what has it, where, how bad, words of the fact, of the remedy;
 def test_hazard(name):
     model,module,severity,fact,remedy,twins = hazards[name]
     found = findings(learner(model))
+    if name=='where' and 'it raises' in found[0].fact: severity = 'error' # in torch 2.6
     assert [(o.severity,o.module) for o in found]==[(severity,module)] and fact in found[0].fact and remedy in found[0].remedy, found
     for code in remedies(found[0]):
         learn = learner(model)

@@ -447,3 +447,55 @@ def test_cast_floats_keeps_types():
     assert type(r) is Out and type(r['b']) is Pair and type(r['c']) is TensorImage and type(r['f']) is L
     assert r['a'][0].dtype==r['a'][1][0].dtype==r['b'].a.dtype==r['c'].dtype==r['f'][0].dtype==torch.float32
     assert r['d'].dtype==torch.int64 and r['e'].dtype==torch.float64 and r['a'][1][1]==3 and o['a'][0].dtype==torch.float16
+
+class Own(nn.Module):
+    "Code of its own between children, one of them a norm, one checkpointed"
+    def __init__(self, fail=False):
+        super().__init__()
+        self.inp,self.norm,self.mid,self.out = nn.Linear(8,8),nn.LayerNorm(8),nn.Sequential(nn.Linear(8,8), Dtypes(), nn.ReLU()),nn.Linear(8,8)
+        self.weight,self.fail,self.seen = nn.Parameter(torch.eye(8)),fail,[]
+    def forward(self, x):
+        if self.fail: raise ValueError('now')
+        h = self.inp(x)@self.weight*1e6*1e-6
+        h = h+checkpoint(self.mid, h, use_reentrant=False)
+        self.seen += [h.dtype, self.norm(h).dtype, self.out.weight.dtype]
+        return self.out(h)
+
+class Dtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+    def forward(self, x):
+        self.seen.append(x.dtype)
+        return x
+
+@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
+def test_own_code_in_fp32_and_children_in_half(dtype):
+    "A name with a dot at its end: gradients are those of fp32 code around half-precision children, also where a checkpoint computes again"
+    torch.manual_seed(0)
+    outer,x = nn.Sequential(Own(), nn.Linear(8,1)),torch.randn(4,8)
+    model = outer[0]
+    with half_forward(outer, dtype, ['0.']): y = outer(x)
+    assert y.dtype==dtype and y.isfinite().all() and model.seen==[torch.float32,torch.float32,dtype]
+    y.float().sum().backward()
+    assert model.mid[1].seen==[dtype,dtype] # forward, and again in the backward pass
+    grads = [p.grad.clone() for p in outer.parameters()]
+    outer.zero_grad()
+    outer(x).sum().backward()
+    for g,p in zip(grads, outer.parameters()): torch.testing.assert_close(g, p.grad, rtol=5e-2, atol=5e-2)
+    with half_forward(model, dtype, '.'): assert model(x).dtype==torch.float32
+
+def test_own_code_elsewhere_is_as_ever():
+    "In fp32 while a graph lives, and after an exception"
+    model,x = Own(),torch.randn(4,8)
+    with half_forward(model, keep_fp32='.'): y = model(x)
+    model.mid[1].seen.clear()
+    model(x)
+    assert model.mid[1].seen==[torch.float32] and y.requires_grad
+    del y
+    plan = PrecisionPlan(model, keep_fp32='.')
+    model.fail = True
+    with pytest.raises(ValueError, match='now'), plan.forward_pass(): model(x)
+    assert not any(o.running for o in plan.stand_ins)
+    with pytest.raises(ValueError, match='matches no module'): half_forward(model, keep_fp32='nowhere.')
+    assert list(PrecisionPlan(model, keep_fp32='').kept)[0]=='' and '' not in PrecisionPlan(model, keep_fp32='*').kept
