@@ -102,9 +102,10 @@ def cast_floats(
 # %% ../nbs/01_precision.ipynb #0df55176
 class _Fp32Forward:
     "Stands in for the `forward` of `module`: computes in fp32 where autocast is on for `device_type`, changes nothing elsewhere"
-    def __init__(self, module, device_type, kept, running=None):
+    def __init__(self, module, device_type, kept, own_code=False):
         own = module.__dict__.get('forward')
-        self.module,self.device_type,self.kept,self.running = module,device_type,kept,running
+        self.module,self.device_type,self.kept = module,device_type,kept
+        self.how = {'cache_enabled':False} if own_code else {} # a mark for the modules inside, which an activation checkpoint restores
         self.own = own.own if isinstance(own, _Fp32Forward) else own # of another plan, or of a copy made in the middle of a batch
         self.before,self.placed = None,False # what stood in its place, and whether it stands there
         # CUDA's batch norms read fp16 and compute in fp32 with fp32 parameters: a cast of their input would only cost memory
@@ -115,11 +116,8 @@ class _Fp32Forward:
 
     def __call__(self, *args, **kwargs):
         if self.mixed_kernel or not torch.is_autocast_enabled(self.device_type): return self.forward(*args, **kwargs)
-        with torch.autocast(self.device_type, enabled=False):
-            if self.running is not None: self.running.append(self)
-            try: res = self.forward(*cast_floats(args), **{k: cast_floats(v) for k,v in kwargs.items()})
-            finally:
-                if self.running is not None: self.running.pop()
+        with torch.autocast(self.device_type, enabled=False, **self.how):
+            res = self.forward(*cast_floats(args), **{k: cast_floats(v) for k,v in kwargs.items()})
         dtypes = [o.dtype for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()]
         if self.kept or not dtypes or dtypes[0] not in _half_types: return res
         return cast_floats(res, dtypes[0], (torch.float32,))
@@ -127,14 +125,12 @@ class _Fp32Forward:
 # %% ../nbs/01_precision.ipynb #a8368314
 class _HalfForward(_Fp32Forward):
     "Stands in for the `forward` of a module inside one of whose own code alone is kept: autocast on again, the result in fp32"
-    def __init__(self, module, device_type, dtype, running):
-        super().__init__(module, device_type, False, running)
+    def __init__(self, module, device_type, dtype):
+        super().__init__(module, device_type, False)
         self.dtype = dtype
     def __call__(self, *args, **kwargs):
-        # an activation checkpoint computes it again in the backward pass
-        asked = self.running or torch._C._current_graph_task_id()!=-1
-        if not asked or torch.is_autocast_enabled(self.device_type): return self.forward(*args, **kwargs)
-        with torch.autocast(self.device_type, dtype=self.dtype): return cast_floats(self.forward(*args, **kwargs))
+        if torch.is_autocast_cache_enabled() or torch.is_autocast_enabled(self.device_type): return self.forward(*args, **kwargs)
+        with torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=True): return cast_floats(self.forward(*args, **kwargs))
 
 # %% ../nbs/01_precision.ipynb #34f33802
 def _cast_all(ts, dtype):
@@ -234,9 +230,9 @@ class PrecisionPlan:
         inside = {**kept, **dict.fromkeys(c for m in (*self.norms.values(),*islands) for c in m.modules())}
         self.in_fp32 = inside
         self.stand_ins = [_Fp32Forward(m, dev, m in kept) for m in {**kept, **dict.fromkeys(self.norms.values())}]
-        own,running = [m for m in self.own_code.values() if m not in inside],[]
+        own = [m for m in self.own_code.values() if m not in inside]
         again = dict.fromkeys(c for m in own for c in m.modules() if c not in inside and c not in own)
-        self.stand_ins += [*(_Fp32Forward(m, dev, True, running) for m in own), *(_HalfForward(m, dev, dtype, running) for m in again)]
+        self.stand_ins += [*(_Fp32Forward(m, dev, True, own_code=True) for m in own), *(_HalfForward(m, dev, dtype) for m in again)]
         self.slots = [(m._parameters,n) for m in model.modules() if m not in inside and m not in own for n in _half_names(m)
                       if m._parameters.get(n) is not None and not is_lazy(m._parameters[n])]
         self.buffers = [(c._buffers,n) for m in self.norms.values() for c in m.modules() for n in c._buffers]
@@ -298,12 +294,13 @@ def forward_pass(self:PrecisionPlan,
     graph = [p for p in masters if p.requires_grad]
     frozen = [p for p in masters if not p.requires_grad]
     dev,fastpath = self.device_type,torch.backends.mha.get_fastpath_enabled()
-    autocast,dtype,depth = torch.is_autocast_enabled(dev),torch.get_autocast_dtype(dev),_nesting()
+    autocast,dtype,cache,depth = torch.is_autocast_enabled(dev),torch.get_autocast_dtype(dev),torch.is_autocast_cache_enabled(),_nesting()
     def put_back():
         for d,n,p in slots: d[n] = p
         torch.backends.mha.set_fastpath_enabled(fastpath)
         torch.set_autocast_enabled(dev, autocast) # torch has done this, and cleared its cache of cast weights, if no Ctrl-C came
         torch.set_autocast_dtype(dev, dtype)
+        torch.set_autocast_cache_enabled(cache)
         for _ in range(_nesting()-depth): torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()
         if not until_backward: self.release()

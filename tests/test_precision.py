@@ -458,8 +458,9 @@ class Own(nn.Module):
         if self.fail: raise ValueError('now')
         h = self.inp(x)@self.weight*1e6*1e-6
         h = h+checkpoint(self.mid, h, use_reentrant=False)
-        self.seen += [h.dtype, self.norm(h).dtype, self.out.weight.dtype]
-        return self.out(h)
+        n = self.norm(h)
+        self.seen += [h.dtype, n.dtype, self.out.weight.dtype]
+        return self.out(n)
 
 class Dtypes(nn.Module):
     def __init__(self):
@@ -482,8 +483,11 @@ def test_own_code_in_fp32_and_children_in_half(dtype):
     grads = [p.grad.clone() for p in outer.parameters()]
     outer.zero_grad()
     outer(x).sum().backward()
-    for g,p in zip(grads, outer.parameters()): torch.testing.assert_close(g, p.grad, rtol=5e-2, atol=5e-2)
+    for g,p in zip(grads, outer.parameters()): assert (g-p.grad).norm()<=0.05*p.grad.norm()
     with half_forward(model, dtype, '.'): assert model(x).dtype==torch.float32
+    model.mid[1].seen.clear()
+    with half_forward(model, dtype, ['.','mid','out.']): model(x)
+    assert model.mid[1].seen==[torch.float32] and model.seen[-1]==torch.float32 # a child that is kept, and a layer without children
 
 def test_own_code_elsewhere_is_as_ever():
     "In fp32 while a graph lives, and after an exception"
@@ -496,6 +500,6 @@ def test_own_code_elsewhere_is_as_ever():
     plan = PrecisionPlan(model, keep_fp32='.')
     model.fail = True
     with pytest.raises(ValueError, match='now'), plan.forward_pass(): model(x)
-    assert not any(o.running for o in plan.stand_ins)
+    assert torch.is_autocast_cache_enabled() and not torch.is_autocast_enabled('cpu')
     with pytest.raises(ValueError, match='matches no module'): half_forward(model, keep_fp32='nowhere.')
     assert list(PrecisionPlan(model, keep_fp32='').kept)[0]=='' and '' not in PrecisionPlan(model, keep_fp32='*').kept
