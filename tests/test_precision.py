@@ -483,7 +483,7 @@ def test_own_code_in_fp32_and_children_in_half(dtype):
     grads = [p.grad.clone() for p in outer.parameters()]
     outer.zero_grad()
     outer(x).sum().backward()
-    for g,p in zip(grads, outer.parameters()): assert (g-p.grad).norm()<=0.05*p.grad.norm()
+    for g,p in zip(grads, outer.parameters()): assert (g-p.grad).norm()<=16*torch.finfo(dtype).eps*p.grad.norm() # of a chain of five layers
     with half_forward(model, dtype, '.'): assert model(x).dtype==torch.float32
     model.mid[1].seen.clear()
     with half_forward(model, dtype, ['.','mid','out.']): model(x)
