@@ -25,9 +25,9 @@ def test_command(tmp_path):
     assert story.count('stem.0 (Conv2d) gives numbers up to')>=3 and '> stem.0' in story and 'keep_fp32=[' in story # told by each fp16 training, and the report
 
 def test_healing_ends_where_fp32_ends():
-    accs = {p: [train(p, 8, seed=seed, counts=True)[1]['accuracy'] for seed in range(2)] for p in ('fp32','fp16, healing')}
-    assert min(accs['fp32'])>0.95
-    for a,b in zip(*accs.values()): assert abs(a-b)<=0.015
+    "The mean of two seeds, to within a point; single ones are as far from each other in fp32"
+    fp32,healed = [sum(train(p, seed=seed, counts=True)[1]['accuracy'] for seed in range(2))/2 for p in ('fp32','fp16, healing')]
+    assert fp32>0.97 and abs(fp32-healed)<=0.01
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
 @pytest.mark.parametrize('name', ['fp16, static scale 512','fp16, dynamic scale'])

@@ -452,7 +452,7 @@ class Own(nn.Module):
     "Code of its own between children, one of them a norm, one checkpointed"
     def __init__(self, fail=False):
         super().__init__()
-        self.inp,self.norm,self.mid,self.out = nn.Linear(8,8),nn.LayerNorm(8),nn.Sequential(nn.Linear(8,8), Dtypes(), nn.ReLU()),nn.Linear(8,8)
+        self.inp,self.norm,self.mid,self.out = nn.Linear(8,8),nn.LayerNorm(8),nn.Sequential(nn.Linear(8,8), Dtypes(), nn.Tanh()),nn.Linear(8,8)
         self.weight,self.fail,self.seen = nn.Parameter(torch.eye(8)),fail,[]
     def forward(self, x):
         if self.fail: raise ValueError('now')
