@@ -3,42 +3,49 @@ import argparse,platform,statistics,time,warnings
 import torch
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')
-    from fastai.basics import DataLoader,DataLoaders,Learner,default_device,nn,set_seed
+    from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,nn,set_seed
+    import fastai_amp16.callback
     from fastai_amp16.all import AdamW16,DynamicMixedPrecision
 
-class Bare(DynamicMixedPrecision):
-    "Without the look at predictions in the 16th step, the 160th, ..., which is all that diagnosis does where nothing overflows"
-    def _check_silent(self, scale): pass
+class StepTimer(Callback):
+    order = 200
+    def before_fit(self): self.times = [time.perf_counter()]
+    def after_batch(self): self.times.append(time.perf_counter())
 
-def learner(cb, depth, width, steps, bs):
+def learner(depth, width, steps, bs):
     set_seed(0)
     x = torch.randn(steps*bs, width)
     dls = DataLoaders(DataLoader(list(zip(x, x[:,:1])), bs=bs), DataLoader([], bs=bs), device=default_device())
     model = nn.Sequential(*[m for _ in range(depth//2) for m in (nn.Linear(width, width), nn.ReLU())], nn.Linear(width, 1))
-    return Learner(dls, model, nn.MSELoss(), AdamW16, lr=1e-4, cbs=cb())
+    return Learner(dls, model, nn.MSELoss(), AdamW16, lr=1e-4, cbs=[DynamicMixedPrecision(),StepTimer()])
 
 def fit(learn):
-    start = time.perf_counter()
+    "Seconds of each step"
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
-    return time.perf_counter()-start
+    return [b-a for a,b in zip(learn.step_timer.times, learn.step_timer.times[1:])]
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name,default in dict(depth=50, width=64, steps=100, bs=32, rounds=15).items(): p.add_argument('--'+name, type=int, default=default)
+    for name,default in dict(depth=50, width=64, steps=150, bs=32, rounds=31).items(): p.add_argument('--'+name, type=int, default=default)
     a = p.parse_args()
     args = (a.depth, a.width, a.steps, a.bs)
-    fit(learner(Bare, *args)) # warm up
-    ratios,costs = [],[]
+    fit(learner(*args)) # warm up
+    # all that diagnosis does where nothing overflows is a look at predictions in the 16th step, the 256th, ...
+    asked,fits,costs = fastai_amp16.callback._is_asked,{True: [], False: []},[]
     for i in range(a.rounds):
-        seconds = {cb: fit(learner(cb, *args)) for cb in ((Bare,DynamicMixedPrecision) if i%2 else (DynamicMixedPrecision,Bare))}
-        ratios.append(seconds[DynamicMixedPrecision]/seconds[Bare])
-        learn = learner(DynamicMixedPrecision, *args)
+        for looks in (i%2==0, i%2==1):
+            fastai_amp16.callback._is_asked = asked if looks else lambda n: False
+            fits[looks].append(fit(learner(*args)))
+        learn = learner(*args)
         start = time.perf_counter()
         learn.diagnose_fp16()
-        costs.append((time.perf_counter()-start)/(seconds[Bare]/a.steps))
+        costs.append((time.perf_counter()-start)/statistics.median(fits[False][-1]))
+    # measured in steps of the same fit, since the machine's speed changes between fits
+    with_,without = (statistics.median(sum(o)/statistics.median(o) for o in fits[looks]) for looks in (True,False))
+    step = statistics.median(map(statistics.median, fits[False]))
     print(f"{torch.cuda.get_device_name() if default_device().type=='cuda' else platform.processor() or platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    for name,v in (('a fit with / without diagnosis', ratios), ('a report, in training steps', costs)):
-        q = statistics.quantiles(v, n=4)
-        print(f'{name}: {q[1]:.3f} (quartiles {q[0]:.3f} to {q[2]:.3f})')
+    print(f'a fit of {a.steps} steps of {1e3*step:.1f} ms with / without diagnosis: {with_/without:.4f}')
+    q = statistics.quantiles(costs, n=4)
+    print(f'a report, in training steps: {q[1]:.1f} (quartiles {q[0]:.1f} to {q[2]:.1f})')
 
 if __name__=='__main__': main()

@@ -14,7 +14,7 @@ from fastai.callback.training import GradientClip
 from fastai.text.learner import TextLearner
 from torch.nn.utils import get_total_norm
 from .scaler import DynamicScaler
-from .precision import PrecisionPlan,cast_floats,find_modules,_surely,_unwrap
+from .precision import PrecisionPlan,cast_floats,find_modules,_as_list,_surely,_unwrap
 from .clip import GradientNormClip,grad_params,grad_values
 from .diagnose import Batch,Case,PrecisionReport,blame,deviation,diagnose,heal,replay,untouched,_tensors
 
@@ -78,7 +78,7 @@ class DynamicMixedPrecision(MixedPrecision):
     @property
     def dtype(self): return torch.float16 if self.amp_mode==AMPMode.FP16 else torch.bfloat16
 
-    def _keep(self): return [*([] if self.keep_fp32 is None else self.keep_fp32 if is_listy(self.keep_fp32) else [self.keep_fp32]), *self.promoted]
+    def _keep(self): return [*_as_list(self.keep_fp32), *self.promoted]
 
     def ready(self) -> PrecisionPlan:
         "The plan for `learn.model` as it is now: others may have wrapped it since"
@@ -321,9 +321,8 @@ def _check_spiral(self:DynamicMixedPrecision, forward, scale):
     if lost and self.on_spiral=='heal' and not hasattr(self.learn, 'lr_finder'): raise CancelFitException() # `lr_find` ends where the loss explodes
 
 def _is_asked(n):
-    "Is the `n`-th step the 16th, the 160th, the 1600th, ..., in which predictions are compared with those of fp32?"
-    while n>16 and n%10==0: n //= 10
-    return n==16
+    "Is the `n`-th step the 16th, the 256th, the 4096th, ..., in which predictions are compared with those of fp32?"
+    return n>1 and math.log2(n)%4==0
 
 @patch
 def _check_silent(self:DynamicMixedPrecision, scale):

@@ -14,16 +14,16 @@ from copy import deepcopy
 from dataclasses import dataclass,field,fields,is_dataclass,replace
 from html import escape
 from itertools import count,islice
-from types import FunctionType,MethodType
+from types import CellType,FunctionType,MethodType,NoneType
 from weakref import ref
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.nn.utils import get_total_norm
-from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook,_global_forward_hooks,_global_forward_pre_hooks
 from .clip import grad_values
-from .precision import PrecisionPlan,cast_floats,_half_types,_surely,_unwrap
+from .precision import PrecisionPlan,cast_floats,_as_list,_half_types,_unwrap
 
 # %% ../nbs/04_diagnose.ipynb #c53fd0c0
 _containers = (list, tuple, set, dict, OrderedDict, defaultdict, Counter, deque)
@@ -31,7 +31,7 @@ _states = (random.Random, np.random.Generator, np.random.RandomState, np.ndarray
 
 def _copied(o, memo):
     "`o` with copies of the tensors, generators and plain containers in it; what is tied stays tied. Other objects are passed on"
-    if id(o) in memo: return memo[id(o)]
+    if isinstance(o, (int,float,str,NoneType)) or id(o) in memo: return memo.get(id(o), o) # most are numbers
     if isinstance(o, Tensor): res = o if o.grad_fn is not None else deepcopy(o, {})
     elif isinstance(o, torch.Generator): res = o.clone_state()
     elif isinstance(o, _states): res = deepcopy(o)
@@ -50,12 +50,14 @@ Learner._replaying = False # is what runs a replay?
 
 def _owners(learn):
     "What a forward pass, a loss and their events may change: the learner, its callbacks, the model's and the loss function's modules"
-    owners,todo = {id(o): o for o in (learn, *learn.cbs)},[*learn.model.modules(), learn.loss_func]
+    owners,seen,todo = {id(o): o for o in (learn, *learn.cbs)},{},[*learn.model.modules(), learn.loss_func]
     while todo: # with the objects that modules and loss function hold: caches, hooks
         o = todo.pop()
+        if id(o) in seen: continue # a function that calls itself has itself in its closure
+        seen[id(o)] = o
         if isinstance(o, (MethodType,partial)): todo += [o.__self__] if isinstance(o, MethodType) else [o.func, *o.args, *o.keywords.values()]
         elif type(o) in _containers: todo += (list(o.values()) if isinstance(o, dict) else list(o))[:1000]
-        elif isinstance(o, FunctionType): todo += [*(o.__defaults__ or ()), *(c.cell_contents for c in o.__closure__ or ())]
+        elif isinstance(o, FunctionType): todo += [*(o.__defaults__ or ()), *(c.cell_contents for c in o.__closure__ or () if c!=CellType())] # one may be empty yet
         elif id(o) not in owners and hasattr(o, '__dict__') and not isinstance(o, (type,Tensor,Learner)) and type(o).__module__!='builtins':
             owners[id(o)] = o
             todo += vars(o).values()
@@ -84,10 +86,13 @@ def untouched(
     and objects with these. Out of reach are globals, attributes of classes, and what code writes to files."""
     owners = [(o, type(o)) for o in _owners(learn)]
     before,grads = [(vars(o), dict(vars(o))) for o,_ in owners],[(p, p.grad) for p in learn.model.parameters()]
-    dicts = [(v, v.copy()) for _,own in before for v in own.values() if type(v) in (dict,OrderedDict)] # a hook's handle removes it from the original
+    dicts = [v for _,own in before for v in own.values() if type(v) in (dict,OrderedDict)] # a hook's handle removes it from the original
+    dicts = [(v, v.copy()) for v in (*dicts, _global_forward_pre_hooks, _global_forward_hooks)]
     loader = [(v, v.getstate() if isinstance(v, random.Random) else v.copy()) for v in _loader_parts(dl)]
-    states = get_random_states()
+    states,modes,functions = get_random_states(),torch._C._len_torch_function_stack(),torch._C._get_torch_function_state()
     def put_back():
+        while torch._C._len_torch_function_stack()>modes: torch._C._pop_torch_function_stack() # a Ctrl-C may come at the end of a `with`
+        torch._C._set_torch_function_state(functions)
         for attrs,own in (*before, *dicts):
             attrs.clear()
             attrs.update(own)
@@ -102,13 +107,18 @@ def untouched(
         for p,g in grads: p.grad = g
         set_random_states(**states)
     try:
-        memo = {}
-        for attrs,own in before: attrs.update({k: _copied(v, memo) for k,v in own.items()})
-        for p,_ in grads: p.grad = None # code that holds on to a parameter of its own may find it
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore') # the batch has given its warnings already
-            yield
-    finally: _surely(put_back)
+        try:
+            memo = {}
+            for attrs,own in before: # an empty dict need not be another: `dicts` makes it empty again
+                attrs.update({k: _copied(v, memo) for k,v in own.items() if type(v) not in (dict,OrderedDict) or v})
+            for p,_ in grads: p.grad = None # code that holds on to a parameter of its own may find it
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore') # the batch has given its warnings already
+                yield
+        finally: put_back()
+    except BaseException: # a Ctrl-C may have stopped it half-way
+        put_back()
+        raise
 
 # %% ../nbs/04_diagnose.ipynb #1d6be716
 def _tensors(o):
@@ -118,8 +128,6 @@ def _tensors(o):
     elif isinstance(o, Mapping): yield from _tensors(list(o.values()))
     elif isinstance(o, (tuple,list,L,set)): yield from (t for v in o for t in _tensors(v))
     elif is_dataclass(o) and not isinstance(o, type): yield from (t for f in fields(o) for t in _tensors(getattr(o, f.name)))
-
-_fp16 = torch.finfo(torch.float16)
 
 def _measure(t, dtype=None):
     "Of `t`: how many numbers are not finite, the largest, how many are not 0, and how many of all are 0 or subnormal in `dtype`"
@@ -260,8 +268,9 @@ def replay(
         learn.xb,learn.yb,states = _copied((batch.xb,batch.yb,batch.states), {})
         if states: set_random_states(**states)
         plan = plan and plan(model)
-        handles = [register_module_forward_pre_hook(watch.pre_hook), register_module_forward_hook(watch.hook)]
+        handles = []
         try:
+            handles += [register_module_forward_pre_hook(watch.pre_hook), register_module_forward_hook(watch.hook)]
             watch.on = look
             with watch:
                 with plan.forward_pass() if plan else nullcontext(): results = learn.pred = cast_floats(model(*learn.xb))
@@ -459,7 +468,7 @@ class Case:
     fp32 = half = None # The runs of `diagnose`
 
     def __post_init__(self):
-        self.keep = [] if self.keep_fp32 is None else list(self.keep_fp32) if is_listy(self.keep_fp32) else [self.keep_fp32]
+        self.keep = _as_list(self.keep_fp32)
         self.model = _unwrap(self.learn.model)
     def run(self, promoted=(), scale=None, **kwargs):
         "In half precision, with the modules `promoted` in fp32 as well"

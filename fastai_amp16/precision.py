@@ -54,6 +54,9 @@ def _matcher(which):
     raise TypeError(f"keep_fp32 takes modules, module types, dotted names with * and predicates (name, module) -> bool, and got {which!r}.")
 
 # %% ../nbs/01_precision.ipynb #1757cda3
+def _as_list(keep_fp32): # `L` would take a Sequential apart
+    return [] if keep_fp32 is None else list(keep_fp32) if is_listy(keep_fp32) else [keep_fp32]
+
 def find_modules(
     model:nn.Module, # Where to look
     which # A module, a module type, a dotted name with `*`, a predicate `(name, module) -> bool`, or a list of these
@@ -218,7 +221,7 @@ class PrecisionPlan:
         dev = self.device_type
         if not torch.amp.is_autocast_available(dev): raise ValueError(f"torch has no autocast for the model's device {dev!r}: move the model to another device.")
 
-        which = [] if keep_fp32 is None else list(keep_fp32) if is_listy(keep_fp32) else [keep_fp32]
+        which = _as_list(keep_fp32)
         own_code = [o for o in which if isinstance(o, str) and o.endswith('.')]
         self.kept = find_modules(model, [o for o in which if o not in own_code])
         self.own_code = find_modules(model, [o[:-1] for o in own_code])
