@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from .scaler import DynamicScaler
 from .precision import PrecisionPlan,cast_floats,find_modules,_as_list,_surely,_unwrap
 from .clip import GradientNormClip,grad_params,grad_values
-from .diagnose import Batch,Case,PrecisionReport,blame,deviation,diagnose,heal,replay,untouched,_tensors
+from .diagnose import Batch,Case,PrecisionReport,blame,deviation,diagnose,heal,replay,untouched,_containers,_copied,_tensors
 
 # %% ../nbs/05_callback.ipynb #8289ab21
 def _check(ok, name, value, allowed):
@@ -41,8 +41,8 @@ class DynamicMixedPrecision(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','_noted','_loss','_forward','_others','_random','_batches')
-    plan = _noted = _loss = _forward = _random = step_norm = None
+    _stateattrs = ('plan','_noted','_loss','_forward','_others','_random','_batches','_carried','_before')
+    plan = _noted = _loss = _forward = _random = _carried = _before = step_norm = None
     _others = _batches = ()
     _skips = False # does this batch's step?
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
@@ -63,7 +63,7 @@ class DynamicMixedPrecision(MixedPrecision):
         self.scaler = DynamicScaler('cpu', enabled=self.amp_mode==AMPMode.FP16, **kwargs)
         self.skipped,self._stuck,self._epoch_start,self._steps = 0,0,0,[]
         self.reports,self.promoted = [],[] # what diagnoses found, and what healing keeps in fp32, as `keep_fp32` takes it
-        self._broken,self._wait,self._pause = 0,0,0
+        self._broken,self._lowered,self._wait,self._pause = 0,0,0,0
 
     def __call__(self, event_name):
         "Of several in a learner (one of them in `fit(cbs=…)`, say) the last is at work, the others rest"
@@ -94,7 +94,7 @@ def before_fit(self:DynamicMixedPrecision):
         cb.run = False # its `before_fit` may come after this one
         self.learn.remove_cb(cb)
     self.learn.mixed_precision = self
-    self.plan = None
+    self.plan = self._carried = None
     device = self.ready().params[0].device
     if self.amp_mode==AMPMode.BF16 and _emulates_bf16(device):
         warn(f"{torch.cuda.get_device_name(device)} has no bf16 arithmetic and only emulates it, slowly: use to_fp16_dynamic().")
@@ -136,9 +136,63 @@ def _zero_grad(self:DynamicMixedPrecision):
 def drop_step(self:DynamicMixedPrecision):
     "Forget a step that was begun: its gradients are still multiplied by the loss scale and must not enter another"
     self._zero_grad()
-    self._noted,self._forward,self._others,self._batches,self._stuck = None,None,(),(),0
+    self._noted,self._before,self._forward,self._others,self._batches,self._stuck = None,None,None,(),(),0
 
 # %% ../nbs/05_callback.ipynb #ed52d2b6
+_torchs,_absent = {*vars(nn.Module()),'forward'},object() # what torch itself keeps in each module, and the place of our stand-ins
+
+def _mark(o):
+    "Another one when `o` has changed"
+    if isinstance(o, Tensor): return id(o),0 if o.is_inference() else o._version
+    if isinstance(o, dict): return tuple((k,_mark(v)) for k,v in o.items())
+    if type(o) in _containers and len(o)<1000: return tuple(map(_mark, o))
+    return o if isinstance(o, (int,float)) else id(o)
+
+def _is_broken(o): return any(not t.isfinite().all() for t in _tensors(o)) or isinstance(o, float) and not math.isfinite(o)
+
+class _Carried:
+    "What the modules of model and loss function carry from batch to batch besides the norms' statistics: buffers, hidden states, counts"
+    def __init__(self, learn, plan):
+        ms = [m for o in (plan.model, learn.loss_func) if isinstance(o, nn.Module) for m in o.modules()]
+        norms = {id(d) for d,_ in plan.buffers}
+        self.model,self.dicts = learn.model,[d for m in ms for d in (vars(m),m._buffers) if id(d) not in norms]
+        self.params = {id(p): p for m in ms for p in m._parameters.values()}
+        self.scan,self.changed,self.watched = None,None,[] # all that there was at first; what has changed since; what of that must be finite
+
+    def note(self):
+        "What there is before a forward pass: the first time all, to find out what changes"
+        self._compare()
+        places = [(d,k) for d in self.dicts for k in d if k not in _torchs] if self.changed is None else self.changed.values()
+        memo,noted = dict(self.params),{}
+        for d,k in places:
+            v = d.get(k, _absent)
+            noted[id(d),k] = d,k,v,_mark(v),_copied(v, memo)
+        if self.changed is None: self.scan = noted
+        return noted
+
+    def _compare(self):
+        if (scan:=self.scan) is None: return
+        for d in self.dicts: scan.update({(id(d),k): (d,k,_absent,None,_absent) for k in d if k not in _torchs and (id(d),k) not in scan})
+        changed = {i: o for i,o in scan.items() if o[0].get(o[1], _absent) is not o[2] or _mark(o[2])!=o[3]}
+        self.scan,self.changed = None,{i: (d,k) for i,(d,k,*_) in changed.items()}
+        self.watched = [(d,k) for d,k,*_,first in changed.values() if not _is_broken(first)]
+
+    def put_back(self, noted):
+        self._compare()
+        for d,k,v,_,copy in [noted[i] for i in self.changed or () if i in noted]:
+            if v is _absent: d.pop(k, None)
+            elif not isinstance(v, Tensor): d[k] = _copied(copy, dict(self.params))
+            else:
+                d[k] = v
+                if copy is not v: v.data.copy_(copy)
+
+    def verdict(self, device):
+        "0, or NaN if something that was finite at first is not any more"
+        self._compare()
+        now = [d.get(k) for d,k in self.watched]
+        return sum([(0*t.detach()).sum().to(device) for o in now for t in _tensors(o)]+[0*o for o in now if isinstance(o, float)])
+
+# %% ../nbs/05_callback.ipynb #32e93755
 class _HalfCall:
     "Stands in for `learn.model` until it is called, once"
     def __init__(self, learn, plan): self.learn,self.model,self.plan = learn,learn.model,plan
@@ -165,7 +219,7 @@ def _fit(learn, f):
     try:
         drop()
         learn._fitting = True
-        if (mp:=_running(learn)) and not hasattr(learn, 'skip_to_epoch'): mp._broken = mp._wait = mp._pause = 0 # else it goes on
+        if (mp:=_running(learn)) and not hasattr(learn, 'skip_to_epoch'): mp._broken = mp._lowered = mp._wait = mp._pause = 0 # else it goes on
         f()
     finally:
         _surely(drop)
@@ -181,13 +235,15 @@ def _batch(learn, f):
             learn.model = call
             f()
         finally: _surely(call.give_back)
+    noted = mp.carried().note()
+    if mp._forward is None: mp._before = noted # the first of several accumulated batches
     try:
         try: run()
         except _not_faults: raise
         except Exception as e:
-            if not mp._rescue(e): raise
+            if not mp._rescue(noted, e): raise
             run()
-        if not learn.training and not mp._is_finite() and mp._rescue(): run()
+        if not learn.training and not mp._is_finite() and mp._rescue(noted): run()
     except CancelBatchException: # the gradients wait for more: `GradientAccumulation` does this all the time
         if mp.step_norm is not None: mp._scale(grad_params(learn.opt)) # it was unscaled already
         raise
@@ -202,7 +258,12 @@ def _backward(learn, f):
     plan = mp.ready()
     try:
         plan.place()
-        f()
+        try: f()
+        except _not_faults: raise
+        except Exception:
+            mp._zero_grad() # some have their gradients already
+            mp._loss = None # a fault of half precision, perhaps: see `_rescue`
+            raise
         if mp._loss is not None: mp._forward = mp._loss if mp._forward is None else mp._forward+mp._loss
     finally: _surely(plan.release)
 
@@ -229,7 +290,7 @@ def before_batch(self:DynamicMixedPrecision):
     self.step_norm,self._skips,self._loss = None,False,None
     if self.training and self._forward is None: # at the first of several accumulated batches
         self._noted,self._batches = self.ready().note_buffers(),()
-    if self.training and (self._broken or self._stuck or _is_asked(len(self._steps)+1)): self._batches = (*self._batches, Batch.of(self.learn, get_random_states())) # to be run again
+    if self.training and (self._broken or self._stuck or self._lowered>=2*self.patience-1 or _is_asked(len(self._steps)+1)): self._batches = (*self._batches, Batch.of(self.learn, get_random_states())) # to be run again
 
 @patch
 def after_pred(self:DynamicMixedPrecision): self.learn.pred = cast_floats(self.pred)
@@ -269,8 +330,9 @@ def before_step(self:DynamicMixedPrecision):
     grads,others = grad_values(params),grad_values(self._others)
     if scale!=1: torch._foreach_mul_(grads+others, 1/scale)
     norm = get_total_norm(grads)
-    finite = norm+0*get_total_norm(others).to(norm.device) if others else norm
-    bad = math.inf if forward is None else forward.to(norm.device)+math.inf # None: gradients without a backward pass in this step
+    spoilt = self.carried().verdict(norm.device)
+    finite = norm+spoilt+(0*get_total_norm(others).to(norm.device) if others else 0)
+    bad = spoilt+math.inf+(0 if forward is None else forward.to(norm.device)) # None: gradients without a backward pass in this step
     norm = torch.where(finite.isfinite(), norm, bad).item()
     overflow = not math.isfinite(norm)
     if not math.isnan(norm): self.scaler.update(found_inf=overflow)
@@ -286,7 +348,7 @@ def _skip(self:DynamicMixedPrecision, noted, forward, scale):
     self._skips = True
     self._zero_grad() # also where a later callback cancels what fastai does after a step
     self.ready().restore_buffers(noted or [])
-    if forward and hasattr(self.learn.model, 'reset'): self.learn.model.reset()
+    if forward and self._before: self.carried().put_back(self._before)
     self._check_spiral(forward, scale)
     raise CancelStepException()
 
@@ -315,14 +377,17 @@ def after_batch(self:DynamicMixedPrecision):
 def _check_spiral(self:DynamicMixedPrecision, forward, scale):
     self._stuck += 1
     self._broken += forward
-    if self._stuck<self.patience and not (forward and self._broken>1): return
+    self._lowered += not forward
+    often = self._lowered>=2*self.patience
+    if self._stuck<self.patience and not often and not (forward and self._broken>1): return
+    if often: self._lowered = 0
     report = self._examine(scale)
     lost = report and report.verdict in ('divergence','weights') and self._stuck>=self.patience
     if lost and self.on_spiral=='heal' and not hasattr(self.learn, 'lr_finder'): raise CancelFitException() # `lr_find` ends where the loss explodes
 
 def _is_asked(n):
-    "Is the `n`-th step the 16th, the 256th, the 4096th, ..., in which predictions are compared with those of fp32?"
-    return n>1 and math.log2(n)%4==0
+    "Is the `n`-th step the 16th, or one of every 256 from there on, in which predictions are compared with those of fp32?"
+    return n%256==16
 
 @patch
 def _check_silent(self:DynamicMixedPrecision, scale):
@@ -334,11 +399,23 @@ def _check_silent(self:DynamicMixedPrecision, scale):
     if wrong: self._examine(scale, inside=lambda n: True)
 
 @patch
-def _rescue(self:DynamicMixedPrecision, e=None):
-    "The forward pass raised `e`, or is not finite outside training: if that is half precision's doing, mend it, so that it can run again"
+def carried(self:DynamicMixedPrecision):
+    "What modules carry from batch to batch"
+    if self._carried is None or self._carried.model is not self.learn.model: self._carried = _Carried(self.learn, self.ready())
+    return self._carried
+
+@patch
+def _rescue(self:DynamicMixedPrecision, noted, e=None):
+    "Forward or backward pass raised `e`, or the batch is not finite outside training: if half precision did it, mend it, so that it can run again"
     before = len(self.promoted)
-    if self._loss is None and hasattr(self.learn, 'xb'): self._examine(self.scaler.get_scale(), e) # else it was the backward pass
+    self.carried().put_back(noted)
+    if self._loss is None and hasattr(self.learn, 'xb'): self._examine(self.scaler.get_scale(), e) # else it was in the optimizer, or in a callback
     return len(self.promoted)>before
+
+def _lowest(mp):
+    "How far the loss scale of `mp` may go down; `None`: it cannot"
+    s = mp.scaler if mp else DynamicScaler('cpu')
+    return s.min_scale if s.is_enabled() and s.dynamic else None
 
 @patch
 def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None):
@@ -349,14 +426,16 @@ def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None):
         return
     self._pause = self._wait = 2*self._pause+1 # less and less often, unless it helps
     try:
-        for batch in self._batches or [Batch.of(self.learn)]:
-            case = Case(self.learn, batch, self._keep(), self.dtype, scale, s.min_scale if s.is_enabled() and s.dynamic else None, self.training)
+        for batch in (self.training and self._batches) or [Batch.of(self.learn)]:
+            case = Case(self.learn, batch, self._keep(), self.dtype, scale, _lowest(self), self.training)
             report = diagnose(case, inside)
             if report.verdict!='healthy': break
         if self.on_spiral=='heal' and report.verdict in ('forward','backward','loss'): healed = heal(case)
     except Exception as ex:
         if e is None: warn(f"Numbers are not finite in {self.amp_mode.value}, and the diagnosis failed: {ex}")
         return
+    if self.training and inside is None and not healed and report.verdict in ('healthy','forward'):
+        self.carried().watched = [] # meant, or not to be helped: the loss alone decides
     if report.verdict=='healthy' or (report.verdict in ('weights','data','divergence') and not self.training): return
     self.reports.append(report)
     if healed:
@@ -365,7 +444,7 @@ def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None):
         self.promoted = [*self.promoted, *report.promoted]
         self.plan = None
         report.remedy = f"kept in fp32 from now on; keep_fp32=[{', '.join(map(repr, self._names()))}] does so from the start"
-    if report.new_scale:
+    if report.new_scale and (report.promoted or self._stuck>=self.patience): # one batch among many sound ones says nothing on the scale
         self._pause = self._wait = self._stuck = 0
         n = len(self._batches) if report.new_scale<scale else 1 # the gradients of several batches add up
         if self.training: s.update(report.new_scale/2**math.ceil(math.log2(n or 1)))
@@ -389,11 +468,12 @@ def _is_finite(self:DynamicMixedPrecision):
 @contextmanager
 def _training_case(learn, b=None):
     "A training batch as a `Case`; nothing of what happens in this context remains"
-    mp,dl = _running(learn),learn.dls.train
+    mp,dl = _running(learn),getattr(learn.dls, 'train', None)
+    if b is None and dl is None: raise ValueError("The learner has no data loaders: give a batch, `b=`.")
     device = getattr(dl, 'device', None) or next(learn.model.parameters()).device
     learn.model.to(device)
     with untouched(learn, dl):
-        learn._replaying,fresh = True,b is not None or not learn._fitting
+        learn._replaying,fresh = True,b is not None or not learn._fitting or not hasattr(learn, 'xb')
         if fresh: # else the batch at hand
             learn._split(to_device(b if b is not None else dl.one_batch() if hasattr(dl, 'one_batch') else first(dl), device))
             learn.training = learn.model.train().training
@@ -402,7 +482,8 @@ def _training_case(learn, b=None):
                 try: cb('before_batch')
                 except Exception: # it was not prepared by the events of a fit
                     if learn._fitting: raise
-        yield Case(learn, Batch.of(learn), mp and mp._keep(), mp.dtype if mp else torch.float16, mp.scaler.get_scale() if mp else 2.**16, None)
+        yield Case(learn, Batch.of(learn), mp and mp._keep(), mp.dtype if mp else torch.float16, mp.scaler.get_scale() if mp else 2.**16,
+            _lowest(mp))
 
 @patch
 def diagnose_fp16(self:Learner,
@@ -414,7 +495,7 @@ def diagnose_fp16(self:Learner,
 
 # %% ../nbs/05_callback.ipynb #a02cdb40
 @patch
-def after_fit(self:DynamicMixedPrecision): self.plan = None # made anew for the next: until then anybody may change the model
+def after_fit(self:DynamicMixedPrecision): self.plan = self._carried = None # made anew for the next: until then anybody may change the model
 
 # %% ../nbs/05_callback.ipynb #988703f1
 _remove_cb = _fastais(Learner, 'remove_cb')

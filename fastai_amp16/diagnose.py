@@ -58,7 +58,7 @@ def _owners(learn):
         if isinstance(o, (MethodType,partial)): todo += [o.__self__] if isinstance(o, MethodType) else [o.func, *o.args, *o.keywords.values()]
         elif type(o) in _containers: todo += (list(o.values()) if isinstance(o, dict) else list(o))[:1000]
         elif isinstance(o, FunctionType): todo += [*(o.__defaults__ or ()), *(c.cell_contents for c in o.__closure__ or () if c!=CellType())] # one may be empty yet
-        elif id(o) not in owners and hasattr(o, '__dict__') and not isinstance(o, (type,Tensor,Learner)) and type(o).__module__!='builtins':
+        elif id(o) not in owners and type(getattr(o, '__dict__', None)) is dict and not isinstance(o, (type,Tensor,Learner)) and type(o).__module__!='builtins':
             owners[id(o)] = o
             todo += vars(o).values()
     return list(owners.values())
@@ -166,7 +166,7 @@ class _Watch(TorchFunctionMode):
         self.names = {m:n for n,m in model.named_modules()}
         self.dtype,self.inside,self.shares,self.note = dtype,inside or (lambda n: False),shares,note
         self.frames,self.events,self.fired,self.stack,self.stats,self.known,self.seen,self.calls = [],[],[],[],[],{},{},Counter()
-        self.error,self.open,self.on,self.in_fp32 = None,None,False,set()
+        self.error,self.open,self.on,self.in_fp32,self.carried = None,None,False,set(),Counter()
 
     # modules
     def enter(self, name, ins, op=None):
@@ -181,13 +181,14 @@ class _Watch(TorchFunctionMode):
         f.outs = self.look(f, 'out', outs) # before it goes: `look` may fail
         self.stack.pop()
 
+    def is_ours(self, m): # what code makes as it goes, `nn.Softmax(-1)(x)`, belongs to that code
+        return self.on and (m in self.names or bool(self.stack) and self.stack[-1].name==_loss)
     def pre_hook(self, m, args):
-        if not self.on: return
-        name = self.names.get(m)
-        self.enter(_loss if name is None else name, args)
+        if not self.is_ours(m): return
+        self.enter(self.names.get(m, _loss), args)
         self.stack[-1].params = self.look(self.stack[-1], 'param', [p for p in m._parameters.values() if p is not None and p.requires_grad and not is_lazy(p)])
     def hook(self, m, args, out):
-        if self.on: self.leave(out)
+        if self.is_ours(m): self.leave(out)
 
     # operations
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -240,12 +241,24 @@ class Batch:
     @classmethod
     def of(cls, learn, states=None): return cls(learn.xb, learn.yb, states)
 
-def _read(watch, model, results, scale):
+def _loss_modules(learn): return [(m,f'loss_func.{n}'.rstrip('.')) for n,m in learn.loss_func.named_modules()] if isinstance(learn.loss_func, nn.Module) else []
+
+def _held(*named):
+    "Name and value of the numbers that modules hold besides their parameters"
+    for m,n in named:
+        for k,v in ({**vars(m),**m._buffers}).items():
+            if k in ('_parameters','_buffers'): continue
+            for t in [v] if isinstance(v, float) else _tensors(v):
+                if not isinstance(t, nn.Parameter): yield f'{n}.{k}'.lstrip('.'),t
+
+def _read(watch, learn, results, scale):
     "One transfer from the device for all that was measured; `watch.finite` is whether the `results` and the gradients are"
-    grads = grad_values([p for p in model.parameters() if p.grad is not None])
+    grads = grad_values([p for p in learn.model.parameters() if p.grad is not None])
     if grads: torch._foreach_div_(grads, scale)
+    carried = [(n,watch.measure(o if isinstance(o, Tensor) else torch.tensor(o))) for n,o in _held(*watch.names.items(), *_loss_modules(learn))]
     ends = [watch.measure(t) for t in (*_tensors(results), *([get_total_norm(grads)] if grads else ()))]
     values = torch.stack([o.to(watch.stats[0].device) for o in watch.stats]).tolist() if watch.stats else []
+    for n,o in carried: watch.carried[n] += values[o[0]]
     for s in set(watch.seen.values()): s.value,s.grad = [None if o is None else [values[i] for i in o] for o in (s.value,s.grad)]
     watch.finite = watch.error is None and not any(values[o[0]] for o in ends)
 
@@ -268,9 +281,8 @@ def replay(
         learn.xb,learn.yb,states = _copied((batch.xb,batch.yb,batch.states), {})
         if states: set_random_states(**states)
         plan = plan and plan(model)
-        handles = []
+        handles = [register_module_forward_pre_hook(watch.pre_hook), register_module_forward_hook(watch.hook)]
         try:
-            handles += [register_module_forward_pre_hook(watch.pre_hook), register_module_forward_hook(watch.hook)]
             watch.on = look
             with watch:
                 with plan.forward_pass() if plan else nullcontext(): results = learn.pred = cast_floats(model(*learn.xb))
@@ -284,7 +296,7 @@ def replay(
                     learn('after_loss')
                     results = learn.loss_grad.detach()
             watch.on = False
-            if len(learn.yb) and backward:
+            if len(learn.yb) and backward and learn.loss_grad.requires_grad:
                 learn('before_backward')
                 (learn.loss_grad.float()*scale).backward()
         except Exception as e:
@@ -293,7 +305,7 @@ def replay(
             watch.on = False
             for h in handles: h.remove()
             if plan: plan.release()
-        _read(watch, model, results, scale)
+        _read(watch, learn, results, scale)
         if plan: watch.in_fp32 = {n for m,n in watch.names.items() if m in plan.in_fp32}
     watch.results,watch.pred = results,cast_floats(pred)
     return watch
@@ -330,6 +342,12 @@ def deviation(
         if (d:=(a-b).norm()): res.append((d/torch.maximum(spread.norm(), b.norm()/3)).item())
     return max(res)
 
+def _first_flushed(run, reference, only=lambda frame: True):
+    "Where half precision first makes nothing, or next to nothing, of small numbers: the `_Frame`; `None` if it does not"
+    for frame,where,s in run.events:
+        r = reference.seen.get(s.key)
+        if where=='out' and r and r.value and s.value and s.value[1]<r.value[1]/2 and only(frame): return frame
+
 def _consumer(run, s):
     "Whose derivative gave the gradient of `s`: what took `s` in, was given a gradient before, and is innermost"
     took = [f for f in run.frames if s in f.params or (s in f.ins and any(o.turn<s.turn for o in f.outs))]
@@ -346,8 +364,8 @@ class PrecisionReport:
     """What a diagnosis found: a table in a notebook, text in `str`, a DataFrame in `table`, a picture by `plot`
 
     `table` has a row for each module, the most endangered first: the largest absolute `input`, `output`, number `inside` its own code (where
-    that was looked at) and `gradient` of its output, all as fp32 has them; `bits`, the powers of two left up to the largest number
-    of half precision (65504 in fp16), the gradient multiplied by the loss scale; the shares of the gradient that this scale leaves
+    that was looked at), `gradient` of its output and of its weights (`weight_grad`), all as fp32 has them; `bits`, the powers of two left up to the largest number
+    of half precision (65504 in fp16), gradients multiplied by the loss scale; the shares of the gradient that this scale leaves
     `flushed` to zero and `subnormal`; `computes`, the precision; and whether in half precision numbers were `nonfinite` that fp32 has finite."""
     verdict:str # 'healthy', 'weights', 'data', 'divergence', 'scale', 'forward', 'backward' or 'loss'
     sentence:str # What was found, in words
@@ -366,9 +384,9 @@ class PrecisionReport:
         df = self.table if self.table is not None else pd.DataFrame(columns=['module'])
         top = pd.concat([df.head(n), df[n:][df[n:].module==self.producer]])
         shown = [dict(module=r.module or '(the model)', type=r.type, computes=r.computes, input=_num(r.input), output=_num(r.output), inside=_num(r.inside),
-            gradient=_num(r.gradient), bits=_num(round(r.bits,1)+0.), flushed=_share(r.flushed), subnormal=_share(r.subnormal),
+            gradient=_num(r.gradient), weight_grad=_num(r.weight_grad), bits=_num(round(r.bits,1)+0.), flushed=_share(r.flushed), subnormal=_share(r.subnormal),
             nonfinite='not finite' if r.nonfinite else '') for r in top.itertuples()]
-        for c in ('inside','nonfinite'):
+        for c in ('inside','weight_grad','nonfinite'):
             if not any(r[c] for r in shown):
                 for r in shown: del r[c]
         return shown,max(len(df)-len(shown), 0)
@@ -430,23 +448,23 @@ def _table(model, fp32, half, scale, dtype):
     bad = {f.name for f,where,s in half.events if where!='in' and _is_bad(s.value, (r:=refs.get(s.key)) and r.value)} if half else set()
     is_half = {k: s.half for k,s in half.seen.items()} if half else {}
     rows = {}
+    def note(r, col, s, top, by=1.):
+        r[col] = max(top/by, r[col]) if r[col]==r[col] else top/by
+        if top>0: r['bits'] = min(r['bits'], math.log2(limits[is_half.get(s.key, False) or r['computes']!='fp32' and col!='weight_grad']/top))
     for f in fp32.frames:
         m = names.get(f.name) # None: the loss function
         if m is None or isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict)): continue
         in_fp32 = f.name in (half.in_fp32 if half else ())
         r = rows.setdefault(f.name, dict(module=f.name, type=type(m).__name__, computes='fp32' if in_fp32 else str(dtype).split('.')[-1],
-            input=0., output=0., inside=math.nan, gradient=math.nan, bits=math.inf, some=0, flushed=0, subnormal=0, nonfinite=f.name in bad, order=len(rows)))
+            input=0., output=0., inside=math.nan, gradient=math.nan, weight_grad=math.nan, bits=math.inf, some=0, flushed=0, subnormal=0, nonfinite=f.name in bad, order=len(rows)))
+        for s in f.params:
+            if s.grad: note(r, 'weight_grad', s, s.grad[1], scale)
         for where,seen in (('input',f.ins),('output',f.outs)):
             for s in (s for s in seen if s.value):
-                limit = limits[not in_fp32 or is_half.get(s.key, False)]
-                top,col = s.value[1],where if f.op is None else 'inside'
-                if top>0:
-                    r[col] = max(top, r[col]) if r[col]==r[col] else top
-                    r['bits'] = min(r['bits'], math.log2(limit/top))
+                if s.value[1]>0: note(r, where if f.op is None else 'inside', s, s.value[1])
                 if f.op is None and where=='output' and s.grad:
                     _,top,some,zero,small = s.grad
-                    r['gradient'] = max(top/scale, r['gradient']) if r['gradient']==r['gradient'] else top/scale
-                    if top>0: r['bits'] = min(r['bits'], math.log2(limit/top))
+                    note(r, 'gradient', s, top, scale)
                     for k,v in (('some',some), ('flushed',zero-(s.numel-some)), ('subnormal',small-zero)): r[k] += v
     df = pd.DataFrame(list(rows.values()))
     if not len(df): return df
@@ -481,7 +499,17 @@ class Case:
 
     def sound(self, half):
         "Did that run go well?"
-        return half.finite and not (self.silent and deviation(half.pred, self.fp32.pred)>0.1)
+        return half.finite and not self.spoilt(half) and not (self.silent and deviation(half.pred, self.fp32.pred)>0.1)
+
+    def spoilt(self, half):
+        "What did that run leave in the modules that is not finite, and in fp32 is?"
+        return [n for n,bad in half.carried.items() if bad>self.fp32.carried[n]]
+
+    def fault(self, half, only=lambda frame: True):
+        "Phase and `_Frame` that are to blame for that run; the frame is `None` where none can be seen"
+        res = first_bad(half, self.fp32, only)
+        if res is None and self.silent and half.finite and (frame:=_first_flushed(half, self.fp32, only)): res = 'forward',frame
+        return res or ('backward',None)
 
     def fitting(self, half):
         "Loss scales below the present one that the largest gradient of the fp32 run would allow: the highest first"
@@ -559,19 +587,27 @@ def diagnose(
         half = None
     else:
         half = case.half = case.run(inside=inside)
+        if inside is None and half.finite and not case.sound(half): # an infinity went no further: into a running mean, say
+            inside = lambda n: True
+            case.fp32,case.half = case.run_fp32(shares=True, inside=inside),case.run(inside=inside)
+            half = case.half
         report = _judge(case, half)
     report.scale,report.dtype = case.scale,case.dtype
     report.table = _table(case.model, case.fp32, half, case.scale, case.dtype)
     if report.verdict=='healthy' and len(report.table):
         r = report.table.iloc[0]
-        report.sentence += f" The least room is in {_where(case, r.module)}: {r.bits:.1f} bits."
+        where = _where(case, r.module)
+        report.sentence += f" The least room is in {where}: {r.bits:.1f} bits." if r.bits>0 else f" Numbers in {where} pass {torch.finfo(case.dtype).max:g}, and do no harm."
     return report
 
 def _judge(case, half, only=lambda frame: True):
     "The report on a batch that is finite in fp32"
     kind,top = str(case.dtype).split('.')[-1],torch.finfo(case.dtype).max
-    phase,frame,scale = *(first_bad(half, case.fp32, only) or ('backward',None)),case.scale
-    if half.finite: case.silent = frame is not None and phase!='backward' and deviation(half.pred, case.fp32.pred)>0.1
+    scale = case.scale
+    spoilt = case.spoilt(half)
+    if half.finite: case.silent = bool(spoilt) or deviation(half.pred, case.fp32.pred)>0.1
+    phase,frame = case.fault(half, only)
+    if frame is None or phase=='backward': case.silent = False
     if case.sound(half): return PrecisionReport('healthy', f"Everything is finite in {kind} at the loss scale {case.scale:g}.")
     if phase=='backward':
         for s in case.fitting(half):
@@ -579,28 +615,33 @@ def _judge(case, half, only=lambda frame: True):
                 return PrecisionReport('scale', f"The loss scale {case.scale:g} is too high for this batch: its gradients pass {top:g}. {s:g} fits.",
                     f"init_scale={s:g} starts there; nothing has to stay in fp32", new_scale=s)
             half,scale = case.run(scale=s),s
-            phase,frame = first_bad(half, case.fp32, only) or (phase,frame)
-    if frame is None: return PrecisionReport(phase, f"Gradients are not finite in {kind}, at a place that cannot be seen (inside a reentrant checkpoint, say).", producer='')
+            if (other:=case.fault(half, only))[1]: phase,frame = other
+    if frame is None:
+        if spoilt and half.finite: return PrecisionReport('forward', f"{_listed(spoilt)}: not finite any more in {kind}, and in fp32 it is. It goes to the next batch.", producer='')
+        what = f"The backward pass raises in {kind}: {half.error}" if half.error is not None else f"Gradients are not finite in {kind}"
+        return PrecisionReport(phase, what+", at a place that cannot be seen (inside a reentrant checkpoint, say).", producer='')
     fp32 = case.fp32
     if frame.op is None: # look inside
         look = lambda n: n==frame.name
-        fp32 = case.run_fp32(inside=look)
-        inner = first_bad(case.run(inside=look, scale=scale), fp32, lambda f: only(f) and look(f.name))
-        if inner: phase,frame = inner
+        fp32 = case.fp32 = case.run_fp32(shares=True, inside=look)
+        inner = case.fault(case.run(inside=look, scale=scale), lambda f: only(f) and look(f.name))
+        if inner[1]: phase,frame = inner
     where,what = _where(case, frame.name),f'`{frame.op}` in ' if frame.op else ''
     taken,ref = [max((s.value[1] for k,s in fp32.seen.items() if k[:4]==(*frame.call,o) and s.value), default=math.nan) for o in ('in','out')]
     name = None if frame.name==_loss else frame.name
     if half.error is not None and phase!='backward':
-        text = f"{what}{where} raises in {kind}: {half.error}"
+        text = f"{what}{where} raises in {kind}: {str(half.error).rstrip('.')}."
     elif phase=='backward':
         text = f"The derivative of {what}{where} is not finite in {kind}, at the loss scale {scale:g} either; in fp32 it is."
     elif phase=='loss': text = f"{what}{where} is not finite for predictions that {kind} has rounded; in fp32 it is at most {ref:.3g}."
     elif ref>top: text = f"{what}{where} gives numbers up to {ref:.3g}, and {kind} ends at {top:g}."
     elif taken>top: text = f"{what}{where} takes in numbers up to {taken:.3g}, and {kind} ends at {top:g}."
+    elif not first_bad(half, fp32, only): text = f"{what}{where} gives numbers up to {ref:.3g}, most of which {kind} rounds to 0."
     else: text = f"{what}{where} is not finite in {kind}; in fp32 it gives at most {ref:.3g}: a number on the way is too large for {kind}, or so small that it becomes 0."
-    if case.silent: text += " The code around makes finite numbers of that, wrong ones, and no step is skipped."
+    if spoilt and half.finite: text += f" The loss is finite, but {_listed(spoilt)} is not any more, which goes to the next batch."
+    elif case.silent: text += " The code around makes finite numbers of that, wrong ones, and no step is skipped."
     remedy = f"keep_fp32=[{next(_ladder(case, name), name)!r}]" if name is not None else "keep the layers that make the predictions in fp32"
-    return PrecisionReport(phase, text[0].upper()+text[1:], remedy, name, frame.op)
+    return PrecisionReport(phase, re.sub('^the', 'The', text), remedy, name, frame.op)
 
 # %% ../nbs/04_diagnose.ipynb #67e702ed
 def _ladder(case, name):
@@ -645,7 +686,7 @@ def heal(
     for _ in range(3*len(list(case.model.modules()))):
         run = case.run(promoted, scale, inside=(lambda n: True) if case.silent else None)
         if case.sound(run): break
-        phase,frame = first_bad(run, case.fp32) or ('backward',None)
+        phase,frame = case.fault(run)
         if phase=='backward':
             fits = next((s for s in case.fitting(run) if s<scale and case.run(promoted, s, look=False).finite), None)
             if fits:

@@ -93,7 +93,7 @@ _same = {*_casts, *"""view reshape flatten unflatten squeeze unsqueeze transpose
 class _Node:
     "An operation in the traced batch; without a `frame`, a tensor from elsewhere"
     def __init__(self, shape, frame=None, ins=(), args=(), kwargs=None):
-        self.shape,self.frame,self.ins,self.outs,self.eps = shape,frame,list(ins),[],(kwargs or {}).get('eps', 1e-8)
+        self.shape,self.frame,self.ins,self.outs = shape,frame,list(ins),[]
         self.op,self.module = (frame.op,frame.name) if frame else ('',None)
         flat = [v for o in (*args,*(kwargs or {}).values()) for v in (o if isinstance(o, (tuple,list)) else [o])]
         self.nums = [o for o in flat if isinstance(o, (int,float)) and not isinstance(o, bool)]
@@ -197,7 +197,7 @@ def _guards(n):
 @_check
 def _small_constants(e):
     for n in e.nodes:
-        if n.op in ('normalize','cosine_similarity'): eps = n.eps
+        if n.op in ('normalize','cosine_similarity'): eps = min((o for o in n.nums if isinstance(o, float) and o<1), default=1e-8)
         elif n.op in ('add','iadd','radd','clamp','clamp_min','maximum') and _guards(n): eps = next(filter(e.rounds_to_0, n.nums), 0.)
         else: continue
         if n.module not in e.modules or not e.rounds_to_0(eps) or not e.is_half(n): continue
@@ -272,12 +272,13 @@ def _moment(n):
         n = n.source
         rooted = rooted or n.op in ('sqrt','rsqrt','std','std_mean') or n.op=='pow' and not {0.5,-0.5}.isdisjoint(n.nums)
         if n.op in ('var','std','var_mean','std_mean'): return (n,n.ins[0].source) if rooted else None
-        if n.op=='mean':
+        if n.op in ('mean','sum'):
             m = n.ins[0].source
             square = m.op in ('square','mul') and len({i.source for i in m.ins})==1 or m.op=='pow' and 2 in m.nums
             return (m,m.ins[0].source) if rooted and square else None
-        if n.op not in ('add','radd','iadd','sqrt','rsqrt','pow','reciprocal','rdiv','rtruediv','clamp','clamp_min') or len(n.ins)!=1: return
-        n = n.ins[0]
+        ins = [i for i in n.ins if math.prod(i.shape)>1] or n.ins # eps may be a tensor
+        if n.op not in ('add','radd','iadd','sqrt','rsqrt','pow','reciprocal','rdiv','rtruediv','div','truediv','clamp','clamp_min','maximum') or len(ins)!=1: return
+        n = ins[0]
 
 def _centred(n): return n.ins[0].source if n.op in ('sub','isub') else n
 
@@ -288,7 +289,8 @@ def _norms(e):
         for x,by in (n.ins, n.ins[::-1]):
             x,moment = x.source,_moment(by)
             if moment is None or not e.is_half(moment[0]): continue
-            if x is moment[1] or _centred(x)==_centred(moment[1]):
+            factors = [x, *(i.source for i in x.ins if x.op in ('mul','imul','multiply'))] # a gain may come first
+            if any(o is moment[1] or _centred(o)==_centred(moment[1]) for o in factors):
                 yield Finding('warning', n.module, f"A norm written by hand computes in {e.kind}: squares pass {e.max:g} from {e.max**0.5:.0f} on, "
                     "and small ones are 0.", '{keep}', e.own(n.module))
 
@@ -424,7 +426,6 @@ def _examine(learn, b=None, device=None):
         fact = f"Parameters in half precision: {_listed(half)}. They must be fp32 masters."
         return Checkup([Finding('error', half[0].rpartition('.')[0], fact, 'learn.model.float()')])
     with _training_case(learn, b) as case:
-        if dtype==torch.float16: case.min_scale = mp.scaler.min_scale if mp else 2.**-14
         e = _Exam(case, device or _Device.of(next(model.parameters()).device))
         for check in _checks: e.found += check(e)
     return Checkup(e.found, e.report, kept, dtype)

@@ -236,7 +236,8 @@ class PrecisionPlan:
         own = [m for m in self.own_code.values() if m not in inside]
         again = dict.fromkeys(c for m in own for c in m.modules() if c not in inside and c not in own)
         self.stand_ins += [*(_Fp32Forward(m, dev, True, own_code=True) for m in own), *(_HalfForward(m, dev, dtype) for m in again)]
-        self.slots = [(m._parameters,n) for m in model.modules() if m not in inside and m not in own for n in _half_names(m)
+        inside_own = {c for m in own for c in m.children() if not c._modules} # whose weights that code may use itself: autocast casts them
+        self.slots = [(m._parameters,n) for m in model.modules() if m not in {*inside,*own,*inside_own} for n in _half_names(m)
                       if m._parameters.get(n) is not None and not is_lazy(m._parameters[n])]
         self.buffers = [(c._buffers,n) for m in self.norms.values() for c in m.modules() for n in c._buffers]
 

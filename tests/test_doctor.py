@@ -135,13 +135,19 @@ hazards = dict( # what has it, where, how bad, words of the fact, of the remedy;
     eps_log=(code(lambda s,x: (x.relu()+1e-10).log()), 'mid', 'error', '1e-10', 'in its code', [code(lambda s,x: (x.relu()+1e-3).log())]),
     eps_clamp=(code(lambda s,x: x*x.abs().sum(-1, keepdim=True).clamp(min=1e-12).reciprocal()), 'mid', 'warning', '1e-12', 'in its code',
         [code(lambda s,x: x.clamp(min=1e-12)), code(lambda s,x: x+1e-8)]),
+    cosine=(code(lambda s,x: s.cos(x, x[:1])[:,None]*x, cos=nn.CosineSimilarity()), 'mid.cos', 'warning', '1e-08', "mid.cos').eps = 1e-4",
+        [code(lambda s,x: s.cos(x, x[:1])[:,None]*x, cos=nn.CosineSimilarity(eps=1e-3)), code(lambda s,x: F.cosine_similarity(x, x[:1], -1, 1e-3)[:,None]*x)]),
     normalize=(code(lambda s,x: F.normalize(x)), 'mid', 'warning', '1e-12', 'in its code', [code(lambda s,x: F.normalize(x, eps=1e-4)), code(lambda s,x: F.normalize(x.float()))]),
     logsumexp=(code(lambda s,x: x-x.exp().sum(-1, keepdim=True).log()), 'mid', 'warning', 'logsumexp', 'torch.logsumexp',
         [code(lambda s,x: x-x.logsumexp(-1, keepdim=True)), code(lambda s,x: x-(x-x.amax()).exp().sum(-1, keepdim=True).log())]),
     softplus=(code(lambda s,x: torch.log(1+torch.exp(x))), 'mid', 'warning', 'softplus', 'F.softplus', [code(lambda s,x: F.softplus(x))]),
     log_softmax=(code(lambda s,x: x.softmax(-1).log()), 'mid', 'warning', 'softmax', 'F.log_softmax', [code(lambda s,x: x.log_softmax(-1))]),
     rms=(lambda: Net(Norming()), 'mid', 'warning', 'by hand', "'mid.'", [lambda: Net(nn.RMSNorm(8)), code(lambda s,x: x*s.weight, weight=2.)]),
-    standardise=(lambda: Net(Standardise()), 'mid', 'warning', 'by hand', "'mid'", [lambda: Net(Registered()), code(lambda s,x: (x-0.5)/0.2), code(lambda s,x: x/x.float().std())]))
+    standardise=(lambda: Net(Standardise()), 'mid', 'warning', 'by hand', "'mid'", [lambda: Net(Registered()), code(lambda s,x: (x-0.5)/0.2), code(lambda s,x: x/x.float().std())]),
+    gain_first=(code(lambda s,x: s.g*x*torch.rsqrt(x.pow(2).mean(-1, keepdim=True)+1e-5), g=nn.Parameter(torch.ones(8))), 'mid', 'warning', 'by hand', "'mid'",
+        [code(lambda s,x: s.g*x*torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True)+1e-5), g=nn.Parameter(torch.ones(8))), code(lambda s,x: s.g*x*s.g.pow(2).mean().rsqrt(), g=nn.Parameter(torch.ones(8)))]),
+    annotated=(code(lambda s,x: s.g*(x-x.mean(-1, keepdim=True))/(x.std(-1, keepdim=True)+1e-5), g=nn.Parameter(torch.ones(8))), 'mid', 'warning', 'by hand', "'mid'", []),
+    sum_of_squares=(code(lambda s,x: x/((x*x).sum(-1, keepdim=True)/8+s.eps).sqrt(), eps=nn.Parameter(torch.full((1,), 1e-5))), 'mid', 'warning', 'by hand', "'mid'", []))
 
 @pytest.mark.parametrize('name', hazards)
 def test_hazard(name):
