@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from .scaler import DynamicScaler
 from .precision import PrecisionPlan,cast_floats,find_modules,_as_list,_surely,_unwrap
 from .clip import GradientNormClip,grad_params,grad_values
-from .diagnose import Batch,Case,PrecisionReport,blame,deviation,diagnose,heal,replay,untouched,_containers,_copied,_tensors
+from .diagnose import Batch,Case,PrecisionReport,blame,deviation,diagnose,heal,replay,untouched,_containers,_copied,_dicts,_tensors,_torchs
 
 # %% ../nbs/05_callback.ipynb #8289ab21
 def _check(ok, name, value, allowed):
@@ -139,7 +139,7 @@ def drop_step(self:DynamicMixedPrecision):
     self._noted,self._before,self._forward,self._others,self._batches,self._stuck = None,None,None,(),(),0
 
 # %% ../nbs/05_callback.ipynb #ed52d2b6
-_torchs,_absent = {*vars(nn.Module()),'forward'},object() # what torch itself keeps in each module, and the place of our stand-ins
+_absent = object()
 
 def _mark(o):
     "Another one when `o` has changed"
@@ -153,15 +153,15 @@ def _is_broken(o): return any(not t.isfinite().all() for t in _tensors(o)) or is
 class _Carried:
     "What the modules of model and loss function carry from batch to batch besides the norms' statistics: buffers, hidden states, counts"
     def __init__(self, learn, plan):
-        ms = [m for o in (plan.model, learn.loss_func) if isinstance(o, nn.Module) for m in o.modules()]
         norms = {id(d) for d,_ in plan.buffers}
-        self.model,self.dicts = learn.model,[d for m in ms for d in (vars(m),m._buffers) if id(d) not in norms]
-        self.params = {id(p): p for m in ms for p in m._parameters.values()}
+        self.model,self.dicts = learn.model,[d for _,d in _dicts(learn) if id(d) not in norms]
+        self.params = {id(p): p for d in self.dicts for p in d.get('_parameters', {}).values()}
         self.scan,self.changed,self.watched = None,None,[] # all that there was at first; what has changed since; what of that must be finite
 
     def note(self):
         "What there is before a forward pass: the first time all, to find out what changes"
         self._compare()
+        if self.changed=={}: return {}
         places = [(d,k) for d in self.dicts for k in d if k not in _torchs] if self.changed is None else self.changed.values()
         memo,noted = dict(self.params),{}
         for d,k in places:

@@ -241,22 +241,20 @@ class Batch:
     @classmethod
     def of(cls, learn, states=None): return cls(learn.xb, learn.yb, states)
 
-def _loss_modules(learn): return [(m,f'loss_func.{n}'.rstrip('.')) for n,m in learn.loss_func.named_modules()] if isinstance(learn.loss_func, nn.Module) else []
+_torchs = {*vars(nn.Module()),'forward'} # what torch itself keeps in each module, and the place of a plan's stand-ins
 
-def _held(*named):
-    "Name and value of the numbers that modules hold besides their parameters"
-    for m,n in named:
-        for k,v in ({**vars(m),**m._buffers}).items():
-            if k in ('_parameters','_buffers'): continue
-            for t in [v] if isinstance(v, float) else _tensors(v):
-                if not isinstance(t, nn.Parameter): yield f'{n}.{k}'.lstrip('.'),t
+def _dicts(learn):
+    "Where modules of model and loss function hold things of their own: the name of each, with its attributes and with its buffers"
+    for name,o in (('',_unwrap(learn.model)), ('loss_func',learn.loss_func)):
+        if isinstance(o, nn.Module): yield from ((f'{name}.{n}'.strip('.'),d) for n,m in o.named_modules() for d in (vars(m),m._buffers))
 
 def _read(watch, learn, results, scale):
     "One transfer from the device for all that was measured; `watch.finite` is whether the `results` and the gradients are"
     grads = grad_values([p for p in learn.model.parameters() if p.grad is not None])
     if grads: torch._foreach_div_(grads, scale)
-    carried = [(n,watch.measure(o if isinstance(o, Tensor) else torch.tensor(o))) for n,o in _held(*watch.names.items(), *_loss_modules(learn))]
     ends = [watch.measure(t) for t in (*_tensors(results), *([get_total_norm(grads)] if grads else ()))]
+    carried = [(f'{n}.{k}'.lstrip('.'),watch.measure(torch.as_tensor(t))) for n,d in _dicts(learn) for k,v in d.items() if k not in _torchs
+               for t in ([v] if isinstance(v, float) else _tensors(v)) if not isinstance(t, nn.Parameter)]
     values = torch.stack([o.to(watch.stats[0].device) for o in watch.stats]).tolist() if watch.stats else []
     for n,o in carried: watch.carried[n] += values[o[0]]
     for s in set(watch.seen.values()): s.value,s.grad = [None if o is None else [values[i] for i in o] for o in (s.value,s.grad)]
@@ -586,11 +584,11 @@ def diagnose(
         report = _bad_weights(case) or _bad_data(case) or _diverged(case)
         half = None
     else:
-        half = case.half = case.run(inside=inside)
-        if inside is None and half.finite and not case.sound(half): # an infinity went no further: into a running mean, say
+        case.half = case.run(inside=inside)
+        if inside is None and case.half.finite and not case.sound(case.half): # an infinity went no further: into a running mean, say
             inside = lambda n: True
             case.fp32,case.half = case.run_fp32(shares=True, inside=inside),case.run(inside=inside)
-            half = case.half
+        half = case.half
         report = _judge(case, half)
     report.scale,report.dtype = case.scale,case.dtype
     report.table = _table(case.model, case.fp32, half, case.scale, case.dtype)
