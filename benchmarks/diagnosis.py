@@ -1,11 +1,12 @@
 "What diagnosis costs: a healthy fit with and without it, and a report in training steps; all in one interleaved run"
-import argparse,platform,statistics,time,warnings
+import argparse,statistics,time,warnings
 import torch
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,nn,set_seed
     import fastai_amp16.callback as callback
     from fastai_amp16.all import AdamW16,DynamicMixedPrecision
+    from machine import machine
 
 class StepTimer(Callback):
     order = 200
@@ -44,7 +45,7 @@ def main():
     # measured in steps of the same fit, since the machine's speed changes between fits
     with_,without = (statistics.median(sum(o)/statistics.median(o) for o in fits[looks]) for looks in (True,False))
     step = statistics.median(map(statistics.median, fits[False]))
-    print(f"{torch.cuda.get_device_name() if default_device().type=='cuda' else platform.processor() or platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(machine())
     print(f'a fit of {a.steps} steps of {1e3*step:.1f} ms with / without diagnosis: {with_/without:.4f}')
     q = statistics.quantiles(costs, n=4)
     print(f'a report, in training steps: {q[1]:.1f} (quartiles {q[0]:.1f} to {q[2]:.1f})')

@@ -1,0 +1,26 @@
+"fastai's own mixed precision, for comparison; on a CPU its hard-coded 'cuda' is replaced by 'cpu'"
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest.mock import patch
+import torch
+from fastai.basics import default_device
+from fastai.callback import fp16
+
+def _non_native_before_fit(self, before_fit=fp16.NonNativeMixedPrecision.before_fit):
+    dls,self.learn.dls = self.learn.dls,SimpleNamespace(device=torch.device('cuda')) # it asserts that the data are on a GPU, and asks no more of them
+    try: before_fit(self)
+    finally: self.learn.dls = dls
+
+@contextmanager
+def fastais():
+    "Within it, `to_fp16`, `to_bf16` and `to_non_native_fp16` train in half precision on a CPU as well; afterwards autocast is off, whatever they left"
+    if default_device().type!='cpu':
+        yield
+        return
+    with (patch.object(fp16, 'autocast', lambda device, **kw: torch.autocast('cpu', **kw)),
+          patch.object(fp16, 'GradScaler', lambda device, **kw: torch.amp.GradScaler('cpu', **kw)),
+          patch.object(fp16.NonNativeMixedPrecision, 'before_fit', _non_native_before_fit)):
+        try: yield
+        finally:
+            torch.set_autocast_enabled('cpu', False)
+            torch.clear_autocast_cache()

@@ -1,0 +1,184 @@
+"What fastai's `to_fp16`, its `to_non_native_fp16` and `to_fp16_dynamic` survive: trainings that fp32 does well, and what happens in a fit"
+import json,math,tempfile,warnings
+from functools import partial
+from pathlib import Path
+import fastai,torch
+with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    from fastai.callback.all import GradientClip,SaveModelCallback
+    from fastai.basics import SGD,Callback,DataLoader,DataLoaders,Learner,default_device,nn,set_seed
+    import fastai_amp16.all # noqa: F401 (it gives `Learner` its methods)
+from fastais import fastais
+from hostile import fit,zoo
+from machine import machine
+
+contenders = ('to_fp16','to_non_native_fp16','to_fp16_dynamic')
+
+# %% trainings, of benchmarks/hostile.py
+trainings = {'RegNetY with Squeeze-and-Excitation on raw counts': 'regnety', 'residual network without norms': 'norm_free',
+             'attention mask: `+(1-m)*-1e9`': 'masked_add', 'attention mask: `masked_fill(m, -1e9)`': 'masked_fill',
+             'attention in the units of the data': 'large_logits', 'RMS norm written by hand': 'rms',
+             'RMS norm within `forward`': 'rms_inline', 'sum over 70,000 elements': 'sum_pool',
+             'Poisson regression by `exp`': 'poisson', '`x/(x.norm()+1e-8)` of an empty sample': 'cosine',
+             'sigmoid and `BCELoss`': 'sigmoid_bce', 'targets in dollars, summed squares': 'large_units', 'loss of 1e-7': 'tiny_loss',
+             'one image in a hundred with a broken pixel': 'broken_pixels', 'magnitude of small complex numbers': 'backward_only'}
+
+def figure(name, to, seed=0):
+    "Accuracy or R² at the end, NaN where it raises"
+    s = zoo[name]
+    try:
+        with fastais(): return fit(getattr(s.make(seed), to)(), s.epochs, s.lr)
+    except Exception: return math.nan
+
+# %% events in a small, healthy training
+class Spoil(Callback):
+    "Makes some training batches, counted from 1, overflow: in the forward pass, by an infinite input, or in the backward pass, by gradients beyond fp16"
+    order,run_valid = 5,False
+    def __init__(self, batches, backward=False): self.batches,self.backward,self.i = batches,backward,0
+    def before_batch(self):
+        self.i += 1
+        if self.i in self.batches and not self.backward: self.learn.xb = tuple(x*math.inf for x in self.xb)
+    def before_backward(self):
+        if self.i in self.batches and self.backward: self.learn.loss_grad = self.loss_grad*1e30
+
+def learner(to, lr=1e-2, **kwargs):
+    set_seed(0, reproducible=True)
+    x = torch.randn(128, 8)
+    data = list(zip(x, x[:,:1]*x[:,1:2]+0.1))
+    dls = DataLoaders(DataLoader(data, bs=16, shuffle=True), DataLoader(data, bs=64), device=default_device())
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+    learn = getattr(Learner(dls, model, nn.MSELoss(), lr=lr, **kwargs), to)()
+    return learn
+
+def quiet(learn, n=2, **kwargs):
+    with learn.no_bar(), learn.no_logging(): learn.fit(n, **kwargs)
+    return learn
+
+def loss(learn): return nn.functional.mse_loss(learn.model.eval()(learn.dls.valid.one_batch()[0]).float(), learn.dls.valid.one_batch()[1]).item()
+def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
+def same(a, b): return all(torch.equal(x, y) for x,y in zip(a, b))
+def learns(learn, n=6):
+    "Does a further fit bring the loss down, and leave finite weights of fp32?"
+    before = loss(learn)
+    quiet(learn, n)
+    return loss(learn)<0.9*before and all(p.isfinite().all() and p.dtype==torch.float32 for p in learn.model.parameters())
+
+class Do(Callback):
+    "Calls `f(learn)` at `event` of the third training batch"
+    run_valid = False
+    def __init__(self, event, f, order=0): self.i,self.f,self.order = 0,f,order; setattr(self, event, self.call)
+    def call(self):
+        self.i += 1
+        if self.i==3: self.f(self.learn)
+
+def _raise(learn): raise KeyboardInterrupt
+def ctrl_c(to):
+    learn = learner(to, cbs=Do('after_pred', _raise))
+    try: quiet(learn)
+    except KeyboardInterrupt: pass
+    return not torch.is_autocast_enabled(default_device().type) and learns(learn)
+
+def persistent(to): return learns(quiet(learner(to, cbs=Spoil(range(1, 201))), 25))
+
+def one_inf(to):
+    learn = quiet(learner(to, cbs=Spoil([3])))
+    return math.isfinite(learn.recorder.values[-1][0])
+
+def statistics(to):
+    learn = quiet(learner(to, cbs=Spoil([3])))
+    return all(b.isfinite().all() for b in learn.model.buffers()) and learns(learn)
+
+def lr_find(to):
+    learn = learner(to)
+    before = weights(learn)
+    with learn.no_bar(), learn.no_logging(), tempfile.TemporaryDirectory() as d:
+        learn.path = Path(d)
+        learn.lr_find(num_it=20, show_plot=False)
+    return same(before, weights(learn))
+
+def edit(to):
+    def clamp(learn):
+        for p in learn.model.parameters(): p.data.fill_(0.5)
+    learn = learner(to, cbs=Do('after_step', clamp), lr=0.)
+    quiet(learn)
+    return all((p==0.5).all() for p in learn.model.parameters())
+
+def load(to):
+    with tempfile.TemporaryDirectory() as d:
+        other = learner('to_fp32')
+        for p in other.model.parameters(): p.data.fill_(0.3)
+        other.path = Path(d)
+        other.create_opt()
+        other.save('other')
+        learn = learner(to, cbs=Do('after_step', lambda learn: learn.load('other', with_opt=False)), lr=0.)
+        learn.path = Path(d)
+        quiet(learn)
+    return all((p==torch.tensor(0.3)).all() for p in learn.model.parameters())
+
+def clip(to):
+    "SGD with a rate of 1: a step is as long as the gradient, which is cut to 1e-3"
+    learn = learner(to, cbs=GradientClip(1e-3), opt_func=partial(SGD, wd=0.))
+    before = weights(learn)
+    quiet(learn, 1, lr=1.)
+    moved = sum((a-b).square().sum() for a,b in zip(before, weights(learn))).sqrt().item()
+    return moved<=1.01e-3*len(learn.dls.train)
+
+def twice(to):
+    learn = getattr(learner(to), to)()
+    return learns(learn)
+
+def validate(to):
+    def check(learn):
+        with learn.no_bar(), learn.no_logging(): Learner.validate(learn)
+    learn = learner(to, cbs=Do('after_batch', check))
+    return learns(quiet(learn))
+
+def mid_fit_checkpoint(to):
+    "What is saved in the middle of a fit are the weights of fp32"
+    found = []
+    def look(learn): found.append(all(v.dtype==torch.float32 and not torch.equal(v, v.half().float()) for k,v in learn.model.state_dict().items() if k.endswith('weight') and v.ndim>1))
+    quiet(learner(to, cbs=Do('after_batch', look)))
+    return found==[True]
+
+def resume(to):
+    "After overflows, which lowered the loss scale"
+    with tempfile.TemporaryDirectory() as d:
+        def make():
+            learn = learner(to, cbs=Spoil([6,12], backward=True))
+            learn.path = Path(d)
+            return learn
+        whole = quiet(make(), 4, cbs=SaveModelCallback(every_epoch=True, fname='epoch', with_opt=True))
+        again = make()
+        again.spoil.i = 16
+        again.load('epoch_1')
+        return same(weights(whole), weights(quiet(again, 4, start_epoch=2)))
+
+events = {'Ctrl-C in the middle of a batch, then another fit': ctrl_c, '200 infinite batches in a row, then healthy ones': persistent,
+          'one infinite loss: the recorded loss stays finite': one_inf, 'one infinite batch: norm statistics stay finite': statistics,
+          '`lr_find` leaves the weights as they were': lr_find, 'a callback edits weights in a fit': edit, '`learn.load` in a fit': load,
+          "fastai's `GradientClip` clips": clip, 'called twice': twice, '`learn.validate()` by a callback in a fit': validate,
+          'a checkpoint of the middle of a fit holds fp32 weights': mid_fit_checkpoint, 'resumed in a new learner, bit for bit': resume}
+
+def passes(event, to):
+    try:
+        with fastais(): return bool(event(to))
+    except Exception: return False
+
+# %% the table
+everything = {**trainings, **events}
+
+def row(what, key):
+    "Does each of `contenders` survive the training or the event `key`?"
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        if callable(key): return dict(what=what, kind='event', **{to: passes(key, to) for to in contenders})
+        fp32,*others = [figure(key, to) for to in ('to_fp32',*contenders)]
+        return dict(what=what, kind='training', **{to: f>fp32-0.05 for to,f in zip(contenders, others)})
+
+def main():
+    rows = [row(*o) for o in everything.items()]
+    for r in rows: print(*(f"{'yes' if r[to] else 'no':>4}" for to in contenders), r['what'])
+    res = dict(machine=machine(), fastai=fastai.__version__, rows=rows)
+    (Path(__file__).parent/'survival.json').write_text(json.dumps(res, indent=1)+'\n')
+
+if __name__=='__main__': main()
