@@ -27,7 +27,6 @@ def _emulates_bf16(device):
     return device.type=='cuda' and torch.version.hip is None and torch.cuda.get_device_capability(device)<(8,0)
 
 # %% ../nbs/05_callback.ipynb #d526dea8
-@delegates(DynamicScaler, but=['device','enabled'])
 class DynamicMixedPrecision(MixedPrecision):
     """Mixed precision with fp32 master weights, fp32 norms, and a loss scale that finds its level and keeps within bounds
 
@@ -46,7 +45,9 @@ class DynamicMixedPrecision(MixedPrecision):
     _others = _batches = ()
     _skips = False # does this batch's step?
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
+    __signature__ = None # the one of `__init__`, and not that of the class above
 
+    @delegates(DynamicScaler, but=['device','enabled'])
     def __init__(self,
         amp_mode:str|AMPMode=AMPMode.FP16, # 'fp16' or 'bf16'; with bf16 nothing is scaled
         keep_fp32=None, # What else stays in fp32: modules, module types, dotted names with `*`, predicates `(name, module) -> bool`
@@ -104,6 +105,8 @@ def before_fit(self:DynamicMixedPrecision):
         raise ValueError("The optimizer holds none of the model's parameters and would train another model: call learn.create_opt().")
 
 
+
+# %% ../nbs/05_callback.ipynb #23969d94
 def _shuffling(learn):
     "The generator of random numbers that shuffles fastai's training batches, if one does"
     loaders = getattr(learn.dls, 'loaders', None)
@@ -127,6 +130,7 @@ def before_train(self:DynamicMixedPrecision):
     if self._random and hasattr(self.learn, 'skip_to_epoch'): _set_random_state(self.learn, self._random) # a fit with a `start_epoch`
     self._random = None
 
+# %% ../nbs/05_callback.ipynb #7f235579
 @patch
 def _zero_grad(self:DynamicMixedPrecision):
     self.opt.zero_grad()
@@ -150,6 +154,7 @@ def _mark(o):
 
 def _is_broken(o): return any(not t.isfinite().all() for t in _tensors(o)) or isinstance(o, float) and not math.isfinite(o)
 
+# %% ../nbs/05_callback.ipynb #32e93755
 class _Carried:
     "What the modules of model and loss function carry from batch to batch besides the norms' statistics: buffers, hidden states, counts"
     def __init__(self, learn, plan):
@@ -192,7 +197,7 @@ class _Carried:
         now = [d.get(k) for d,k in self.watched]
         return sum([(0*t.detach()).sum().to(device) for o in now for t in _tensors(o)]+[0*o for o in now if isinstance(o, float)])
 
-# %% ../nbs/05_callback.ipynb #32e93755
+# %% ../nbs/05_callback.ipynb #fde5644d
 class _HalfCall:
     "Stands in for `learn.model` until it is called, once"
     def __init__(self, learn, plan): self.learn,self.model,self.plan = learn,learn.model,plan
@@ -212,6 +217,7 @@ def _running(learn):
 
 Learner._fitting = Learner._prepared = False # is it in a fit, and is a batch through with `before_batch`?
 
+# %% ../nbs/05_callback.ipynb #fc4d33ab
 def _fit(learn, f):
     "Run `f`, all epochs, with no gradients from before, and leave none"
     def drop():
@@ -389,6 +395,7 @@ def _is_asked(n):
     "Is the `n`-th step the 16th, or one of every 256 from there on, in which predictions are compared with those of fp32?"
     return n%256==16
 
+# %% ../nbs/05_callback.ipynb #b93b1f87
 @patch
 def _check_silent(self:DynamicMixedPrecision, scale):
     "Does half precision predict what fp32 does? `x/x.square().mean().sqrt()` is 0 where the square is inf, and no other sign tells of it"
@@ -398,6 +405,7 @@ def _check_silent(self:DynamicMixedPrecision, scale):
     except Exception as e: return warn(f"Predictions could not be compared with those of fp32: {e}") # out of memory, say
     if wrong: self._examine(scale, inside=lambda n: True)
 
+# %% ../nbs/05_callback.ipynb #c2fec599
 @patch
 def carried(self:DynamicMixedPrecision):
     "What modules carry from batch to batch"
@@ -417,6 +425,7 @@ def _lowest(mp):
     s = mp.scaler if mp else DynamicScaler('cpu')
     return s.min_scale if s.is_enabled() and s.dynamic else None
 
+# %% ../nbs/05_callback.ipynb #54b4ebc9
 @patch
 def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None):
     "Why is a batch not finite in half precision? Do about it what `on_spiral` says; the report, or `None` where there is nothing to tell"
@@ -453,6 +462,7 @@ def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None):
     warn(f"{report.sentence} Remedy: {report.remedy}.")
     return report
 
+# %% ../nbs/05_callback.ipynb #f11e02d3
 @patch
 def _names(self:DynamicMixedPrecision):
     "All that is kept in fp32, as strings"

@@ -63,6 +63,7 @@ def _owners(learn):
             todo += vars(o).values()
     return list(owners.values())
 
+# %% ../nbs/04_diagnose.ipynb #dd0901af
 def _loader_parts(dl):
     "What shuffling and iterating change in fastai's data loaders: attributes, lists and generators of random numbers, but no data"
     todo,seen = [dl],{}
@@ -75,6 +76,7 @@ def _loader_parts(dl):
         yield from (v for v in attrs.values() if isinstance(v, (list,random.Random)))
         todo += attrs.values()
 
+# %% ../nbs/04_diagnose.ipynb #6c69f041
 @contextmanager
 def untouched(
     learn:Learner,
@@ -159,6 +161,7 @@ class _Frame:
         self.name,self.parent,self.op,self.ins,self.outs,self.params = name,parent,op,[],[],[]
         self.depth = parent.depth+1 if parent else 0
 
+# %% ../nbs/04_diagnose.ipynb #234abec2
 class _Watch(TorchFunctionMode):
     "Notes what goes in and out of the modules of `model`, and of the operations in the code of those that `inside` picks by name; `note` gets the latter"
     def __init__(self, model, dtype=torch.float16, inside=None, shares=False, note=noop):
@@ -241,6 +244,7 @@ class Batch:
     @classmethod
     def of(cls, learn, states=None): return cls(learn.xb, learn.yb, states)
 
+# %% ../nbs/04_diagnose.ipynb #f6e51a38
 _torchs = {*vars(nn.Module()),'forward'} # what torch itself keeps in each module, and the place of a plan's stand-ins
 
 def _dicts(learn):
@@ -260,6 +264,7 @@ def _read(watch, learn, results, scale):
     for s in set(watch.seen.values()): s.value,s.grad = [None if o is None else [values[i] for i in o] for o in (s.value,s.grad)]
     watch.finite = watch.error is None and not any(values[o[0]] for o in ends)
 
+# %% ../nbs/04_diagnose.ipynb #085fb83c
 def replay(
     learn:Learner, # Its model, loss function and callbacks run; nothing of it remains
     batch:Batch, # What to run
@@ -539,6 +544,7 @@ def _replaced(o, ts):
     if isinstance(o, Mapping): return type(o)({k: _replaced(v, ts) for k,v in o.items()})
     return type(o)(_replaced(v, ts) for v in o) if type(o) in (tuple,list) else o
 
+# %% ../nbs/04_diagnose.ipynb #5fec1e39
 def _bad_data(case):
     "A report on inputs or targets that are at fault: with 0 in place of what is not finite, the batch is finite. `None` if they are not"
     b = case.batch
@@ -555,6 +561,7 @@ def _bad_data(case):
     return PrecisionReport('data', f"The {' and '.join(whose)} of the batch are not finite, in {len(samples)} of its {n} samples: {_listed(sorted(samples), 10)}.",
         "find them in the data and repair or drop them; the steps of such batches are skipped", samples=sorted(samples))
 
+# %% ../nbs/04_diagnose.ipynb #19d7b91f
 def _diverged(case):
     run,lr = case.fp32,case.learn.opt.hypers[-1]['lr'] if case.learn.opt is not None else None
     outs = [(f,s) for f,where,s in run.events if where=='out' and _is_bad(s.value, None) and not any(_is_bad(o.value, None) for o in f.ins)]
@@ -572,7 +579,7 @@ def _diverged(case):
     return PrecisionReport('divergence', f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite or too large{rate}; this is not precision.",
         "keep the argument of sqrt, norm, log or of a division away from 0 (a small eps inside), or lower the learning rate", name)
 
-# %% ../nbs/04_diagnose.ipynb #5fec1e39
+# %% ../nbs/04_diagnose.ipynb #972e04dd
 def diagnose(
     case:Case, # What happened
     inside=None # Names of the modules to look into from the start, as a predicate; without it only the producer is looked into
@@ -598,6 +605,7 @@ def diagnose(
         report.sentence += f" The least room is in {where}: {r.bits:.1f} bits." if r.bits>0 else f" Numbers in {where} pass {torch.finfo(case.dtype).max:g}, and do no harm."
     return report
 
+# %% ../nbs/04_diagnose.ipynb #7956c93e
 def _judge(case, half, only=lambda frame: True):
     "The report on a batch that is finite in fp32"
     kind,top = str(case.dtype).split('.')[-1],torch.finfo(case.dtype).max
@@ -655,6 +663,7 @@ def _ladder(case, name):
         if not name: return
         name = name.rpartition('.')[0]
 
+# %% ../nbs/04_diagnose.ipynb #fe1bb729
 def _next(case, run, frame, promoted):
     "What to keep in fp32 next, `frame` being at fault in `run`: its module, what is around it, what ran before it, at last everything"
     ran = [f for f,where,_ in run.events if where=='out' and f.op is None and f.name!=_loss]
@@ -676,6 +685,7 @@ def _joined(case, promoted):
     order = [n for n,_ in case.model.named_modules()]
     return sorted(promoted, key=lambda p: order.index(p.rstrip('.')))
 
+# %% ../nbs/04_diagnose.ipynb #903aae7a
 def heal(
     case:Case # What `diagnose` has judged
 ) -> tuple: # What to keep in fp32 besides, as `keep_fp32` takes it, and the loss scale that fits; `None` if nothing helps
@@ -699,6 +709,7 @@ def heal(
         if rest and case.sound(case.run(rest, scale, look=False)): promoted = rest
     return _joined(case, promoted),scale
 
+# %% ../nbs/04_diagnose.ipynb #b273b81a
 def blame(
     case:Case,
     report:PrecisionReport # Is changed, if what it names is not among what healing has `promoted`: a mask that becomes -inf and does no harm

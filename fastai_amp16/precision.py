@@ -276,6 +276,7 @@ def _nesting():
     "How many autocast contexts are open; at 0 torch forgets the weights that it has cast"
     return torch.autocast_increment_nesting() and torch.autocast_decrement_nesting()
 
+# %% ../nbs/01_precision.ipynb #64b574d4
 def _marks(ts):
     "Numbers that change when one of the tensors `ts` is written to, or gets other data"
     return [t.data_ptr() for t in ts],[] if torch.is_inference_mode_enabled() else [t._version for t in ts]
@@ -287,6 +288,7 @@ def _keep_writes(self:PrecisionPlan, written, copies):
         for p in written: p.copy_(copies[p])
     self.slots = [(d,n) for d,n in self.slots if not any(d.get(n) is copies[p] for p in written)]
 
+# %% ../nbs/01_precision.ipynb #bc3c5757
 @patch
 @contextmanager
 def forward_pass(self:PrecisionPlan,

@@ -1,0 +1,109 @@
+"Build a site of all notebooks, as they stand with their outputs, in _site: to browse and to search, without a network as well"
+import ast,importlib,os,re,shutil,subprocess,sys,tempfile,warnings
+from functools import partial
+from pathlib import Path
+import yaml
+from fastcore.docments import MarkdownRenderer
+from fastcore.nbio import read_nb
+from nbdev.showdoc import showdoc_nm
+from readme import code,directives,outputs,root
+
+lib,nbs = 'fastai_amp16',root/'nbs'
+library,tutorials = sorted(nbs.glob('[0-9]*.ipynb')),sorted((nbs/'tutorials').glob('*.ipynb'))
+scripts = [*sorted((root/lib).glob('[!_]*.py')), *sorted((root/'benchmarks').glob('*.py'))]
+
+def _stem(nb): return nb.stem.split('_', 1)[-1]
+pages = {nbs/'index.ipynb': 'index.md', **{o: f'{_stem(o)}.md' for o in library}, **{o: f'tutorials/{_stem(o)}.md' for o in tutorials},
+         **{o: f'source/{o.parent.name}/{o.stem}.md' for o in scripts}, **{root/o: o for o in ('CHANGELOG.md','CONTRIBUTING.md')}}
+
+# %% what is in a module
+def names(text, module):
+    "What the exported code `text` defines for users: a dict from names to objects"
+    tree = ast.parse(text).body
+    res = [showdoc_nm(o) for o in tree if isinstance(o, (ast.FunctionDef,ast.ClassDef)) and not o.name.startswith('_')]
+    res += [t.id for o in tree if isinstance(o, ast.Assign) for t in o.targets if isinstance(t, ast.Name) and t.id in module.__all__]
+    return {n: eval(n, vars(module)) for o in res for n in ([o] if isinstance(o, str) else o)}
+
+def signature(name, o):
+    "Heading, signature with the comments on its parameters, and docstring"
+    if isinstance(o, partial): text = f"```python\n{name} = partial({o.func.__name__}, {', '.join(f'{k}={v!r}' for k,v in o.keywords.items())})\n```\n\n*{o.__doc__}*"
+    else: text = MarkdownRenderer(o)._repr_markdown_() if callable(o) else ''
+    return f'### `{name}` {{ #{name} }}\n\n{text}'
+
+def exported(cell, module):
+    "What the site shows of a cell that went into a module: what it defines, and its code behind a line to click on"
+    text = code(cell)
+    if all(isinstance(o, (ast.Import,ast.ImportFrom,ast.With)) for o in ast.parse(text).body): return
+    found,path = names(text, module),Path(module.__file__)
+    yield from (signature(*o) for o in found.items())
+    line = next(i for i,o in enumerate(path.read_text().splitlines()) if o.endswith(f'#{cell.id}'))+2
+    parts = [f'```python\n{text}\n```', f'[{lib}/{path.name}, line {line}](../{lib}/{path.name}#__codelineno-0-{line})']
+    opened = '' if found or len(text.splitlines())>30 else '+'
+    yield f'???{opened} quote "Source"\n\n'+re.sub(r'^(?=.)', '    ', '\n\n'.join(parts), flags=re.M)
+
+# %% pages
+def render(nb, site):
+    "The Markdown of a notebook; its pictures go into `site`"
+    parts,pngs,to = [],[],Path(pages[nb])
+    module = importlib.import_module(f'{lib}.{_stem(nb)}') if nb in library else None
+    def picture(png):
+        pngs.append(png)
+        path = site/'images'/f'{to.stem}-{len(pngs)}.png'
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(png)
+        return os.path.relpath(path, (site/to).parent)
+    for cell in read_nb(nb).cells:
+        if cell.cell_type=='markdown': parts.append(linked(cell.source, nb))
+        elif cell.cell_type=='code' and not {'hide','default_exp'} & set(directives(cell)):
+            if 'export' in directives(cell): parts += [linked(o, nb) for o in exported(cell, module)]
+            else:
+                if 'echo' not in directives(cell) and code(cell): parts.append(f'```python\n{code(cell)}\n```')
+                parts += outputs(cell, picture)
+    return '\n\n'.join(parts)
+
+known = {} # where the signature of each public name is
+
+def linked(text, here):
+    "Links to notebooks and files as links to their pages, and names in backticks as links to their signatures, but not in code and headings"
+    at = Path(pages[here]).parent
+    def file(m):
+        path = (here.parent/m[1]).resolve()
+        return f"]({os.path.relpath(pages[path], at)}{m[2] or ''})" if path in pages else f']({m[1]})'
+    def name(m): return f'[`{m[1]}`]({os.path.relpath(known[m[1]], at)}#{m[1]})' if m[1] in known else m[0]
+    parts = re.split(r'(^ *```.*?^ *```|^#+ .*?$|\[[^\]]*\]\([^)]*\))', text, flags=re.M|re.S)
+    return ''.join(re.sub(r'\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)', file, o) if i%2 else re.sub(r'`([\w.]+)`', name, o) for i,o in enumerate(parts))
+
+def title(nb): return re.search(r'^# (.*)', read_nb(nb).cells[0].source)[1]
+
+def config():
+    "The settings of MkDocs"
+    def module_pages(folder): return [{o.name: pages[o]} for o in scripts if o.parent.name==folder]
+    nav = [{'Overview': 'index.md'}, {'Tutorials': [{title(o): pages[o]} for o in tutorials]}, {'Library': [{title(o): pages[o]} for o in library]},
+           {'Source': module_pages(lib)+[{'benchmarks': module_pages('benchmarks')}]}, {'Changelog': 'CHANGELOG.md'}, {'Contributing': 'CONTRIBUTING.md'}]
+    palette = [dict(media=f'(prefers-color-scheme: {o})', scheme=s, primary='indigo', toggle=dict(icon='material/brightness-6', name=f'To the {other} page'))
+               for o,s,other in (('light','default','dark'), ('dark','slate','light'))]
+    theme = dict(name='material', font=False, palette=palette, features=['navigation.tabs','navigation.footer','navigation.top','content.code.copy','search.highlight','toc.follow'])
+    extensions = ['attr_list','tables','admonition','pymdownx.details','pymdownx.superfences','pymdownx.magiclink',{'pymdownx.highlight': dict(anchor_linenums=True)},{'toc': dict(permalink=True, toc_depth=3)}]
+    return dict(site_name=lib, site_dir=str(root/'_site'), docs_dir='docs', theme=theme, plugins=['search','offline'], nav=nav, markdown_extensions=extensions,
+                extra_css=['site.css'], extra=dict(polyfills=['iframe-worker.js'], generator=False), 
+                validation={o: 'warn' for o in ('omitted_files','absolute_links','unrecognized_links','anchors')})
+
+def main():
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as d:
+        warnings.simplefilter('ignore')
+        site = Path(d)/'docs'
+        shutil.copytree(root/'tools'/'site', site)
+        for nb in library: # names first: any page may link to them
+            module = importlib.import_module(f'{lib}.{_stem(nb)}')
+            known.update({n: pages[nb] for c in read_nb(nb).cells if 'export' in directives(c) for n in names(code(c), module)})
+        for path,to in pages.items():
+            (site/to).parent.mkdir(exist_ok=True, parents=True)
+            if path.suffix=='.ipynb': text = render(path, site)
+            elif path.suffix=='.py': text = f'# {path.relative_to(root)}\n\n```python linenums="1"\n{path.read_text()}\n```'
+            else: text = linked(path.read_text(), path)
+            (site/to).write_text(text)
+        (Path(d)/'mkdocs.yml').write_text(yaml.safe_dump(config(), sort_keys=False))
+        subprocess.run([sys.executable, '-m', 'mkdocs', 'build', '--quiet', '--strict'], cwd=d, check=True, env={**os.environ, 'NO_MKDOCS_2_WARNING': '1'}) # the successor of MkDocs is no concern of who reads this
+    print(f"{len(pages)} pages: open {root/'_site'/'index.html'}")
+
+if __name__=='__main__': main()
