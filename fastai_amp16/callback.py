@@ -34,9 +34,11 @@ class DynamicMixedPrecision(MixedPrecision):
     whatever reads or edits, saves or loads these sees the truth. The scale lives from fit to fit and in checkpoints saved with the
     optimizer.
 
-    `skipped` counts the steps skipped so far, `scaler` is the `DynamicScaler`, `step_norm` the gradient norm of the present step (in
-    `before_step`, of order above 10). ValueError for an argument that is not possible, a model without parameters or with
-    half-precision ones, and an optimizer that holds none of its parameters.
+    `skipped` counts the steps skipped so far, `history` has a row for each step, `scaler` is the `DynamicScaler`, `step_norm` the gradient
+    norm of the present step (in `before_step`, of order above 10), `reports` what diagnoses found, `promoted` what healing keeps in fp32.
+
+    `ValueError` for an argument that is not possible, a model without parameters or with
+    half-precision ones, and an optimizer that holds none of its parameters; `FloatingPointError` with the report under `on_spiral='raise'`.
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
@@ -511,7 +513,9 @@ def after_fit(self:DynamicMixedPrecision): self.plan = self._carried = None # ma
 _remove_cb = _fastais(Learner, 'remove_cb')
 
 @patch
-def remove_cb(self:Learner, cb):
+def remove_cb(self:Learner,
+    cb # A callback, or a class of callbacks
+):
     "fastai's own, which forgets `learn.mixed_precision` even if the one that goes (of a `fit(cbs=…)`, say) is another"
     res,mps = _remove_cb(self, cb),self._grab_cbs(DynamicMixedPrecision)
     if mps: self.mixed_precision = mps[-1]
@@ -527,7 +531,9 @@ def _use(learn, cb):
 @patch
 @delegates(DynamicMixedPrecision, but=['amp_mode'])
 def to_fp16_dynamic(self:Learner, **kwargs):
-    "Train in fp16 with `DynamicMixedPrecision`, in place of any mixed precision that was there; `to_fp32` ends it"
+    """Train in fp16 with `DynamicMixedPrecision`, in place of any mixed precision that was there; `to_fp32` ends it
+
+    The learner comes back, ready to fit. `ValueError` for an argument that is not possible, here; for a model or an optimizer, in `fit`."""
     return _use(self, DynamicMixedPrecision(amp_mode='fp16', **kwargs))
 
 @patch
@@ -536,7 +542,9 @@ def to_bf16_dynamic(self:Learner,
     on_spiral:str='heal', # When overflows do not end: as in `DynamicMixedPrecision`
     patience:int=3 # That many overflows in a row are a spiral: bf16 has no loss scale that could answer them
 ):
-    "Train in bf16 with `DynamicMixedPrecision`, in place of any mixed precision that was there; `to_fp32` ends it"
+    """Train in bf16 with `DynamicMixedPrecision`, in place of any mixed precision that was there; `to_fp32` ends it
+
+    The learner comes back, ready to fit; errors as for `to_fp16_dynamic`. A GPU that only emulates bf16 is warned of."""
     return _use(self, DynamicMixedPrecision('bf16', keep_fp32, on_spiral, patience))
 
 # %% ../nbs/05_callback.ipynb #9df07be0

@@ -44,7 +44,10 @@ def small_cnn() -> nn.Module: # From `bs`x1x8x8 to `bs`x10
 # %% ../nbs/07_demo.ipynb #0f20146d
 class SqueezeExcitation(nn.Module):
     "Weighs the `ni` channels by what a bottleneck of `nsq` says of their means"
-    def __init__(self, ni, nsq):
+    def __init__(self,
+        ni:int, # Channels
+        nsq:int # Channels of the bottleneck
+    ):
         super().__init__()
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc1,self.fc2 = nn.Conv2d(ni, nsq, 1),nn.Conv2d(nsq, ni, 1)
@@ -53,7 +56,11 @@ class SqueezeExcitation(nn.Module):
 
 class YBlock(nn.Module):
     "A block of RegNetY (Radosavovic et al., https://arxiv.org/abs/2003.13678), with norms only where its branches end"
-    def __init__(self, ni, nf, stride):
+    def __init__(self,
+        ni:int, # Channels in
+        nf:int, # Channels out
+        stride:int # 2 halves height and width
+    ):
         super().__init__()
         self.proj = nn.Sequential(nn.Conv2d(ni, nf, 1, stride, bias=False), nn.BatchNorm2d(nf))
         self.f = nn.Sequential(nn.Conv2d(ni, nf, 1), nn.ReLU(), nn.Conv2d(nf, nf, 3, stride, 1, groups=nf//4), nn.ReLU(),
@@ -63,7 +70,11 @@ class YBlock(nn.Module):
 
 class RegNetY(nn.Module):
     "From `bs`x`ni`xHxW to `bs`x`c`"
-    def __init__(self, ni=1, nf=32, c=10):
+    def __init__(self,
+        ni:int=1, # Channels of the images
+        nf:int=32, # Channels inside
+        c:int=10 # Classes
+    ):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(ni, nf, 1), nn.ReLU())
         self.trunk_output = nn.Sequential(YBlock(nf, nf, 2), YBlock(nf, nf, 1))
@@ -144,7 +155,9 @@ def _picture_file(s):
     return path
 
 # %% ../nbs/07_demo.ipynb #4b0ef9f8
-def parse_args(argv=None):
+def parse_args(
+    argv:list=None # Words; `None`: those of the command line
+) -> argparse.Namespace: # `epochs`, `lr`, `bs`, `seed`, `out`
     "The arguments of `fastai_amp16_demo`"
     p = _OneLineParser('fastai_amp16_demo', formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=
         "Trains a small convolutional network on scikit-learn's 1797 handwritten digits in fp32, in fp16 with a static loss scale of 512, "
@@ -157,7 +170,9 @@ def parse_args(argv=None):
     p.add_argument('--out', type=_picture_file, default=Path('fastai_amp16_demo.png'), help='the picture: loss, loss scale and gradient norm')
     return p.parse_args(argv)
 
-def main(argv=None):
+def main(
+    argv:list=None # As for `parse_args`
+):
     "What `fastai_amp16_demo` runs"
     args = parse_args(argv)
     try: args.out.open('ab').close() # now, not after the trainings

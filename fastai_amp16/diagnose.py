@@ -79,7 +79,7 @@ def _loader_parts(dl):
 # %% ../nbs/04_diagnose.ipynb #6c69f041
 @contextmanager
 def untouched(
-    learn:Learner,
+    learn:Learner, # What is to be left as it is
     dl=None # A data loader, which may give batches as well
 ):
     """A context in which the model of `learn` may run forward and backward, with loss and callbacks, of which nothing remains
@@ -237,9 +237,9 @@ class _Watch(TorchFunctionMode):
 @dataclass
 class Batch:
     "What a replay needs of a batch: inputs, targets, and the state of the random number generators before its forward pass"
-    xb:tuple
-    yb:tuple = ()
-    states:dict = None
+    xb:tuple # Inputs, as the learner has them
+    yb:tuple = () # Targets
+    states:dict = None # Of `get_random_states`; `None`: the present state
 
     @classmethod
     def of(cls, learn, states=None): return cls(learn.xb, learn.yb, states)
@@ -375,12 +375,12 @@ class PrecisionReport:
     remedy:str = '' # What to do, in words or as code
     producer:str = None # Dotted name of the module at fault; '' is the model itself
     op:str = None # The operation in it
-    table:pd.DataFrame = field(default=None)
+    table:pd.DataFrame = field(default=None) # See above
     scale:float = 1. # The loss scale that the batch had
     new_scale:float = None # The loss scale that fits
     promoted:list = field(default_factory=list) # What is kept in fp32 from now on, as `keep_fp32` takes it
     samples:list = field(default_factory=list) # Which samples of the batch are at fault
-    dtype:torch.dtype = torch.float16
+    dtype:torch.dtype = torch.float16 # The half precision that it is about
 
     def rows(self, n:int=12):
         "The first `n` rows of the table as text, the producer's among them, and how many are left"
@@ -478,13 +478,13 @@ def _table(model, fp32, half, scale, dtype):
 @dataclass
 class Case:
     "A batch of `learn` to be judged: what computes in half precision `dtype`, and the loss scale that it had"
-    learn:Learner
-    batch:Batch
+    learn:Learner # Its model, loss function and callbacks run; nothing of it remains
+    batch:Batch # What to run
     keep_fp32:object = None # As in `PrecisionPlan`
-    dtype:torch.dtype = torch.float16
-    scale:float = 1.
+    dtype:torch.dtype = torch.float16 # `torch.float16` or `torch.bfloat16`
+    scale:float = 1. # The loss scale
     min_scale:float = None # How far the scale may go down; `None`: it cannot
-    backward:bool = True
+    backward:bool = True # Run the backward pass as well?
     silent:bool = False # Are wrong predictions a fault, even where all is finite?
     fp32 = half = None # The runs of `diagnose`
 
@@ -584,7 +584,10 @@ def diagnose(
     case:Case, # What happened
     inside=None # Names of the modules to look into from the start, as a predicate; without it only the producer is looked into
 ) -> PrecisionReport: # Raises what the batch raises in fp32
-    "Why the batch of `case` is not finite in half precision, or how much room it has"
+    """Why the batch of `case` is not finite in half precision, or how much room it has
+
+    Asked in this order: are weights, then data, finite already? is the batch finite in fp32? is it at a lower loss scale? which module and
+    operation is the first to give what half precision cannot hold?"""
     case.fp32 = case.run_fp32(shares=True, inside=inside)
     if case.fp32.error is not None: raise case.fp32.error
     if not case.fp32.finite:
@@ -688,7 +691,7 @@ def _joined(case, promoted):
 # %% ../nbs/04_diagnose.ipynb #903aae7a
 def heal(
     case:Case # What `diagnose` has judged
-) -> tuple: # What to keep in fp32 besides, as `keep_fp32` takes it, and the loss scale that fits; `None` if nothing helps
+) -> tuple|None: # What to keep in fp32 besides, as `keep_fp32` takes it, and the loss scale that fits; `None` if nothing helps
     "The smallest set of modules that makes the batch of `case` finite when they compute in fp32, proved by running it"
     promoted,scale = _beyond(case),case.scale
     for _ in range(3*len(list(case.model.modules()))):
@@ -711,7 +714,7 @@ def heal(
 
 # %% ../nbs/04_diagnose.ipynb #b273b81a
 def blame(
-    case:Case,
+    case:Case, # What `heal` has mended
     report:PrecisionReport # Is changed, if what it names is not among what healing has `promoted`: a mask that becomes -inf and does no harm
 ):
     "Let `report` name a module that had to be promoted"

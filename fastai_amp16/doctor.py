@@ -30,7 +30,7 @@ class Finding:
     "A hazard: how bad, where, what and what to do. As `remedy` code to run, with `learn`; where the model's own code must change, how"
     severity:str # 'error': will fail; 'warning': may fail or be wrong; 'speed'; 'info'
     module:str # Dotted name of the module in the code of which it is; '' is the model itself; `None`: nowhere in the model
-    fact:str
+    fact:str # What was found, in a sentence
     remedy:str # `{keep}` in it is the call that keeps `keep` in fp32
     keep:list = field(default_factory=list, repr=False) # What to keep in fp32, as `keep_fp32` takes it, if that helps
     others:list = field(default_factory=list) # More modules with the same
@@ -43,7 +43,12 @@ class Finding:
 # %% ../nbs/06_doctor.ipynb #188da48b
 class Checkup(list):
     "The `Finding`s, the worst first: a table in a notebook, text in `str`; `report` is the `PrecisionReport` on the batch, if it ran"
-    def __init__(self, findings=(), report=None, kept=(), dtype=torch.float16):
+    def __init__(self,
+        findings=(), # `Finding`s, in any order; the same of several modules become one
+        report=None, # The `PrecisionReport` on the batch
+        kept=(), # What is kept in fp32 already, as `keep_fp32` takes it
+        dtype:torch.dtype=torch.float16 # The half precision that it is about
+    ):
         groups = {}
         for o in findings: groups.setdefault((o.severity,o.fact,o.remedy), []).append(o)
         for (severity,fact,remedy),os in groups.items():

@@ -51,7 +51,9 @@ def _moments(self:FusedAdam, p):
 
 @patch
 @torch.no_grad()
-def step(self:FusedAdam, closure=None):
+def step(self:FusedAdam,
+    closure=None # Not supported: `NotImplementedError`
+):
     "One Adam step on every parameter that requires and has a gradient"
     if closure is not None: raise NotImplementedError("fastai optimizers currently do not support closure")
     calls,views = defaultdict(list),[]
@@ -90,7 +92,12 @@ ranger16 = _partial(ranger, "fastai's `ranger` (`RAdam` with `Lookahead`) with a
 
 # %% ../nbs/02_optimizer.ipynb #c53d4e4c
 @delegates(RMSProp)
-def RMSProp16(params, lr, eps=_eps, **kwargs):
+def RMSProp16(
+    params:Tensor|Iterable, # Model parameters, or a list of groups of them
+    lr:float|slice, # Default learning rate
+    eps:float=_eps, # Added to the root of the squared gradients
+    **kwargs
+):
     "fastai's `RMSProp` with an eps of 1e-4 instead of 1e-8"
     opt = RMSProp(params, lr, **kwargs)
     opt.set_hyper('eps', eps) # `RMSProp` takes an eps and forgets it

@@ -39,7 +39,7 @@ def register_norm(
 
 # %% ../nbs/01_precision.ipynb #8b20ad25
 def is_norm(
-    m:nn.Module
+    m:nn.Module # Any module
 ) -> bool:
     "Is `m` a normalisation layer: one of `norm_types`, or a module without children that has `Norm` in its class's name?"
     return isinstance(m, norm_types) or ('norm' in type(m).__name__.lower() and not any(True for _ in m.children()))
@@ -203,7 +203,9 @@ class PrecisionPlan:
     without the modules inside (`'.'` is the model's own). Code that reads a cast weight elsewhere in the forward
     pass (a penalty on `self.head.weight`, say) reads its half-precision copy; to keep the layer in fp32 gives it the master. What a forward
     pass writes to a weight is written to the master. `ValueError` for a model without parameters, with
-    half-precision parameters, on a device without autocast, and for an entry of `keep_fp32` that names no module."""
+    half-precision parameters, on a device without autocast, and for an entry of `keep_fp32` that names no module.
+
+    Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740): master weights"""
     def __init__(self,
         model:nn.Module, # The model, wrapped or not
         dtype:torch.dtype=torch.float16, # `torch.float16` or `torch.bfloat16`
@@ -335,7 +337,9 @@ def half_forward(
     dtype:torch.dtype=torch.float16, # `torch.float16` or `torch.bfloat16`
     keep_fp32=None # Modules, module types, dotted names with `*`, predicates `(name, module) -> bool`
 ):
-    "A context manager: forward passes of `model` inside it compute in `dtype`, with fp32 norms; backward passes belong outside"
+    """A context manager: forward passes of `model` inside it compute in `dtype`, with fp32 norms; backward passes belong outside
+
+    Gradients arrive on the fp32 parameters, bit for bit those of `torch.autocast`; nothing is scaled. `ValueError` as for `PrecisionPlan`."""
     return PrecisionPlan(model, dtype, keep_fp32).forward_pass()
 
 # %% ../nbs/01_precision.ipynb #2fad06db

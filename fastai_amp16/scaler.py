@@ -26,7 +26,8 @@ class DynamicScaler(GradScaler):
     Used as torch's own: `scale(loss).backward()`, `step(optimizer)`, `update()`. Scales are factors on the loss and have no unit;
     `growth_interval` and `hysteresis` count optimizer steps. An impossible argument raises `ValueError`.
 
-    Sources: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740); `hysteresis` as in Megatron-LM."""
+    Sources: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740); a scale that falls to 0:
+    https://github.com/pytorch/pytorch/issues/99640; `hysteresis` as in Megatron-LM."""
     def __init__(self,
         device:str='cuda', # Device type of the loss, as in `torch.amp.GradScaler`
         init_scale:float=2.**16, # Loss scale of the first step; powers of two scale without rounding

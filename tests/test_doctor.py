@@ -1,5 +1,7 @@
 "Each hazard in a small model that has it and in its twin that has not; nothing on models that are well; no trace"
+import re
 from functools import partial
+from pathlib import Path
 import pandas as pd
 import pytest,torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from fastai.vision.models.xresnet import xresnet18
 from torch import nn
 from torchvision.models import resnet18
 from torchvision.models.convnext import CNBlockConfig,ConvNeXt
+import fastai_amp16.doctor as doctor
 import fastai_amp16.optimizer as optimizers
 from fastai_amp16.all import AdamW16,Checkup,Finding,register_norm,swap_module
 from fastai_amp16.doctor import _Device,_device,_examine
@@ -448,3 +451,14 @@ def test_swap_module_leaves_what_is_never_called():
     ((Tree(), nn.Sigmoid, nn.Hardsigmoid()), TypeError, 'a class or a function')])
 def test_swap_module_says_what_is_wrong(args, error, match):
     with pytest.raises(error, match=match): swap_module(*args)
+
+def test_the_example_of_contributing(monkeypatch):
+    text = (Path(__file__).parent.parent/'CONTRIBUTING.md').read_text()
+    monkeypatch.setattr(doctor, '_checks', [])
+    exec(re.search(r'```python\n(.*?)```', text, re.S)[1], {})
+    def summed(n): return images(nn.Sequential(nn.Conv2d(3, 4, 1), Code(lambda s,x: x.sum((2,3)))), size=n)
+    found, = summed(260).fp16_doctor()
+    assert (found.severity,found.module)==('warning','1') and 'sum` over 67600' in found.fact
+    learn = summed(260)
+    do(found.remedy, learn)
+    assert not learn.fp16_doctor() and not summed(32).fp16_doctor()

@@ -10,7 +10,7 @@ from nbdev.test import test_nb as run_nb
 root = Path(__file__).parent.parent
 cfg = get_config(root)
 lib = cfg.lib_path.name
-nbs = sorted((root/'nbs').glob('*.ipynb'))
+nbs = sorted((root/'nbs').rglob('*.ipynb'))
 
 @pytest.fixture(scope='module')
 def fresh(tmp_path_factory):
@@ -35,7 +35,7 @@ def test_ruff():
     assert res.returncode==0, res.stdout
 
 def test_modules_import_only_modules_before_them():
-    order = [fn.stem.split('_', 1)[1] for fn in nbs]
+    order = [fn.stem.split('_', 1)[1] for fn in sorted((root/'nbs').glob('[0-9]*.ipynb'))]
     for i,name in enumerate(order):
         code = (root/lib/f'{name}.py').read_text()
         assert not [o for o in order[i:] if f'from .{o} import' in code or f'{lib}.{o} import' in code]

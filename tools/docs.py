@@ -22,7 +22,8 @@ def names(text, module):
     tree = ast.parse(text).body
     res = [showdoc_nm(o) for o in tree if isinstance(o, (ast.FunctionDef,ast.ClassDef)) and not o.name.startswith('_')]
     res += [t.id for o in tree if isinstance(o, ast.Assign) for t in o.targets if isinstance(t, ast.Name) and t.id in module.__all__]
-    return {n: eval(n, vars(module)) for o in res for n in ([o] if isinstance(o, str) else o)}
+    named = {n: eval(n, vars(module)) for o in res for n in ([o] if isinstance(o, str) else o)}
+    return {n: o for n,o in named.items() if not re.search(r'\.(before|after)_\w+$', n)} # events, which fastai calls
 
 def signature(name, o):
     "Heading, signature with the comments on its parameters, and docstring"
@@ -99,7 +100,7 @@ def main():
         for path,to in pages.items():
             (site/to).parent.mkdir(exist_ok=True, parents=True)
             if path.suffix=='.ipynb': text = render(path, site)
-            elif path.suffix=='.py': text = f'# {path.relative_to(root)}\n\n```python linenums="1"\n{path.read_text()}\n```'
+            elif path.suffix=='.py': text = f'---\nsearch:\n  exclude: true\n---\n\n# {path.relative_to(root)}\n\n```python linenums="1"\n{path.read_text()}\n```'
             else: text = linked(path.read_text(), path)
             (site/to).write_text(text)
         (Path(d)/'mkdocs.yml').write_text(yaml.safe_dump(config(), sort_keys=False))
