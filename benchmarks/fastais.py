@@ -5,6 +5,7 @@ from unittest.mock import patch
 import torch
 from fastai.basics import default_device
 from fastai.callback import fp16
+from fastai_amp16.precision import _nesting
 
 def _non_native_before_fit(self, before_fit=fp16.NonNativeMixedPrecision.before_fit):
     dls,self.learn.dls = self.learn.dls,SimpleNamespace(device=torch.device('cuda')) # it asserts that the data are on a GPU, and asks no more of them
@@ -20,7 +21,9 @@ def fastais():
     with (patch.object(fp16, 'autocast', lambda device, **kw: torch.autocast('cpu', **kw)),
           patch.object(fp16, 'GradScaler', lambda device, **kw: torch.amp.GradScaler('cpu', **kw)),
           patch.object(fp16.NonNativeMixedPrecision, 'before_fit', _non_native_before_fit)):
+        depth = _nesting()
         try: yield
         finally:
             torch.set_autocast_enabled('cpu', False)
+            for _ in range(_nesting()-depth): torch.autocast_decrement_nesting()
             torch.clear_autocast_cache()

@@ -378,7 +378,8 @@ def after_batch(self:DynamicMixedPrecision):
         self.recorder.losses.clear()
         self.recorder.lrs.clear()
     skipped = self._skips and smooth.count and not hasattr(self.learn, 'lr_finder')
-    self.learn.loss = torch.full_like(self.loss, so_far) if skipped else torch.where(self.loss.isfinite(), self.loss, so_far)
+    lost = hasattr(self.learn, 'lr_finder') and self._stuck>=self.patience # the search is over, as it is in fp32
+    self.learn.loss = torch.full_like(self.loss, so_far) if skipped else torch.where(self.loss.isfinite(), self.loss, math.inf if lost else so_far)
 
 # %% ../nbs/05_callback.ipynb #767ac30a
 @patch

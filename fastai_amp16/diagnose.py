@@ -518,9 +518,12 @@ class Case:
         "Loss scales below the present one that the largest gradient of the fp32 run would allow: the highest first"
         if self.min_scale is None: return []
         is_half = {k: s.half for k,s in half.seen.items()}
-        top = max((s.grad[1] for s in self.fp32.fired if is_half.get(s.key, True)), default=0)
-        fits = self.scale*2.**(math.floor(math.log2(torch.finfo(self.dtype).max/top))-1) if top>0 else self.scale # a bit is left for the next batch
-        return sorted({max(o, self.min_scale) for o in (fits,1.) if o<self.scale and self.scale>self.min_scale}, reverse=True)
+        def fits(seen):
+            top = max((s.grad[1] for s in seen), default=0)
+            return self.scale*2.**(math.floor(math.log2(torch.finfo(self.dtype).max/top))-1) if top>0 else self.scale # a bit is left for the next batch
+        # of modules inside own code that is kept, half precision is not seen from outside: the largest gradient of all is a guess
+        guesses = fits([s for s in self.fp32.fired if is_half.get(s.key, True)]),max(1., fits(self.fp32.fired)),1.
+        return sorted({max(o, self.min_scale) for o in guesses if o<self.scale and self.scale>self.min_scale}, reverse=True)
 
 # %% ../nbs/04_diagnose.ipynb #8eed8d9d
 def _listed(os, n=5): return ', '.join(map(str, os[:n]))+(f' and {len(os)-n} more' if len(os)>n else '')
@@ -576,7 +579,7 @@ def _diverged(case):
     if phase!='backward':
         return PrecisionReport('divergence', f"The batch is not finite in fp32 either, first in {where}: this is divergence{rate}, not precision.",
             "a lower learning rate, warm-up, GradientNormClip, or normalisation; the weights are those of the last good step", name)
-    return PrecisionReport('divergence', f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite or too large{rate}; this is not precision.",
+    return PrecisionReport('divergence', f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite or too large; this is not precision.",
         "keep the argument of sqrt, norm, log or of a division away from 0 (a small eps inside), or lower the learning rate", name)
 
 # %% ../nbs/04_diagnose.ipynb #972e04dd
@@ -661,7 +664,7 @@ def _ladder(case, name):
         if not isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict)):
             inside = sum(weights.get(id(p), 0) for p in m.parameters())
             # what holds nearly all weights would leave nothing in half precision: first its own code only
-            if name=='' or inside>0.9*sum(weights.values()): yield name+'.'
+            if name=='' or m._modules and inside>0.9*sum(weights.values()): yield name+'.'
             if name: yield name
         if not name: return
         name = name.rpartition('.')[0]

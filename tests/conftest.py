@@ -1,5 +1,7 @@
-import warnings
+import os,warnings
 from hypothesis import settings
+
+os.environ.setdefault('OMP_NUM_THREADS', '1') # threads that wait for a busy core spin, and a test takes many times as long
 
 with warnings.catch_warnings(): # torch's, at the import of fastai: that torch.jit.script is deprecated
     warnings.simplefilter('ignore', FutureWarning)

@@ -606,6 +606,24 @@ def test_lr_find_suggests_what_it_suggests_in_fp32(name, tmp_path):
     for cbs in ((), [Poison(range(8), 'backward')], [Poison({0,30,31}, 'precision')], [Poison({0,30}, 'forward')]):
         assert fp32/2<=suggest(Learner.to_fp16_dynamic, *cbs)<=fp32*2
 
+@pytest.mark.filterwarnings('ignore::UserWarning')
+@pytest.mark.parametrize('bad', [math.inf,math.nan])
+@pytest.mark.parametrize('to', ['to_fp16_dynamic','to_bf16_dynamic'])
+def test_lr_find_ends_where_fp32_is_lost_too(to, bad, tmp_path):
+    "From the 60th batch on; fp32 itself goes on for ever with NaN"
+    def search(to, bad):
+        class Lost(Callback):
+            order,i = 1,0
+            def after_loss(self):
+                self.i += 1
+                if self.i>=60: self.learn.loss = self.learn.loss_grad = self.loss_grad*bad
+        learn = lr_models['regression']()
+        learn.path = tmp_path
+        with learn.no_bar(): valley = getattr(learn, to)().add_cb(Lost()).lr_find(show_plot=False).valley
+        return learn.lost.i,valley
+    (n,valley),(fp32,ref) = search(to, bad),search('to_fp32', math.inf)
+    assert fp32==60 and n<=62 and ref/2<=valley<=2*ref
+
 def test_lr_find_ends_where_the_loss_explodes(tmp_path):
     "In fp16 it overflows there; the loss that fp32 has ends the search"
     def run(to):

@@ -10,7 +10,7 @@ from fastai.basics import Callback,Learner,load_learner,nn,set_seed
 from fastai.losses import CrossEntropyLossFlat
 from fastai.callback.training import GradientAccumulation
 from fastai_amp16.all import AdamW16,PrecisionReport
-from fastai_amp16.diagnose import Batch,Case,diagnose,heal,replay,untouched
+from fastai_amp16.diagnose import Batch,Case,_ladder,diagnose,heal,replay,untouched
 from fastai_amp16.precision import PrecisionPlan
 import hostile
 from hostile import zoo
@@ -828,3 +828,27 @@ def test_the_report_of_a_fit_ranks_the_producer_first():
     learn = fit(learner(mlp(Do(lambda x: (x*300)**2/1e4))).to_fp16_dynamic())
     r = learn.mixed_precision.reports[0]
     assert r.producer=='1' and r.table.module[0]=='1' and r.table.bits[0]<0
+
+class Squares(nn.Module):
+    "A square in its own code, which is kept in fp32 with the layers inside in half precision; then a loss with large gradients"
+    def __init__(self): super().__init__(); self.body,self.norm,self.head = nn.Linear(4,16),nn.LayerNorm(16),nn.Linear(16,2)
+    def forward(self, x):
+        h = self.body(x)
+        return self.head(self.norm(h*h))
+
+def test_the_scale_that_fits_where_own_code_is_kept():
+    set_seed(0, reproducible=True)
+    batch = Batch((1000*torch.randn(32,4),), (torch.randint(2, (32,)),))
+    learn = learner(Squares, loss_func=lambda p,t: 300*nn.functional.cross_entropy(p, t))
+    def case(scale): return Case(learn, batch, ['.'], torch.float16, scale, 2.**-14)
+    fits = max(s for s in range(17) if case(2.**s).run().finite)
+    report = diagnose(case(2.**16))
+    assert report.verdict=='scale' and 2.**(fits-2)<=report.new_scale<=2.**fits and fits>4
+
+def test_a_layer_with_nearly_all_weights_has_its_plain_name():
+    "Only what has modules inside has code of its own to speak of"
+    learn = learner(lambda: nn.Sequential(nn.Linear(8,64), nn.Sequential(Squares(), nn.ReLU()), nn.Linear(64,1)))
+    case = Case(learn, Batch((torch.randn(4,8),), (torch.randn(4,1),)))
+    assert [next(_ladder(case, n)) for n in ('0','1.0','1.0.body')]==['0','1.0','1.0.body']
+    learn.model = nn.Sequential(nn.Linear(8,64))
+    assert list(_ladder(Case(learn, case.batch), '0'))==['0']
