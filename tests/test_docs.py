@@ -63,7 +63,7 @@ def test_site(tmp_path):
     text = '\n'.join(docs.render(fn, tmp_path) for fn in nbs)
     for n,_ in public(): assert f'### `{n}` {{' in text
     assert not re.search(r'\]\([^)]*ipynb', text)
-    for o in re.findall(r'!\[\]\((?:\.\./)*(images/[^)]*)', text): assert (tmp_path/o).exists()
+    for o in re.findall(r'!\[[^\]]*\]\((?:\.\./)*(images/[^)]*)', text): assert (tmp_path/o).exists()
 
 few = [*survival.events, *list(survival.trainings)[:2]]
 @pytest.mark.filterwarnings('ignore')

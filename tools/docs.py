@@ -6,7 +6,7 @@ import yaml
 from fastcore.docments import MarkdownRenderer
 from fastcore.nbio import read_nb
 from nbdev.showdoc import showdoc_nm
-from readme import code,directives,outputs,root
+from readme import blocks,code,directives,root
 
 lib,nbs = 'fastai_amp16',root/'nbs'
 library,tutorials = sorted(nbs.glob('[0-9]*.ipynb')),sorted((nbs/'tutorials').glob('*.ipynb'))
@@ -45,7 +45,7 @@ def exported(cell, module):
 # %% pages
 def render(nb, site):
     "The Markdown of a notebook; its pictures go into `site`"
-    parts,pngs,to = [],[],Path(pages[nb])
+    pngs,to = [],Path(pages[nb])
     module = importlib.import_module(f'{lib}.{_stem(nb)}') if nb in library else None
     def picture(png):
         pngs.append(png)
@@ -53,14 +53,7 @@ def render(nb, site):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(png)
         return os.path.relpath(path, (site/to).parent)
-    for cell in read_nb(nb).cells:
-        if cell.cell_type=='markdown': parts.append(linked(cell.source, nb))
-        elif cell.cell_type=='code' and not {'hide','default_exp'} & set(directives(cell)):
-            if 'export' in directives(cell): parts += [linked(o, nb) for o in exported(cell, module)]
-            else:
-                if 'echo' not in directives(cell) and code(cell): parts.append(f'```python\n{code(cell)}\n```')
-                parts += outputs(cell, picture)
-    return '\n\n'.join(parts)
+    return '\n\n'.join(blocks(nb, picture, lambda s: linked(s, nb), lambda cell: (linked(o, nb) for o in exported(cell, module))))
 
 known = {} # where the signature of each public name is
 
@@ -86,7 +79,7 @@ def config():
     theme = dict(name='material', font=False, palette=palette, features=['navigation.tabs','navigation.footer','navigation.top','content.code.copy','search.highlight','toc.follow'])
     extensions = ['attr_list','tables','admonition','pymdownx.details','pymdownx.superfences','pymdownx.magiclink',{'pymdownx.highlight': dict(anchor_linenums=True)},{'toc': dict(permalink=True, toc_depth=3)}]
     return dict(site_name=lib, site_dir=str(root/'_site'), docs_dir='docs', theme=theme, plugins=['search','offline'], nav=nav, markdown_extensions=extensions,
-                extra_css=['site.css'], extra=dict(polyfills=['iframe-worker.js'], generator=False), 
+                extra_css=['site.css'], extra=dict(polyfills=['iframe-worker.js'], generator=False),
                 validation={o: 'warn' for o in ('omitted_files','absolute_links','unrecognized_links','anchors')})
 
 def main():

@@ -11,35 +11,46 @@ def code(cell): return '\n'.join(o for o in cell.source.splitlines() if not o.st
 
 def _text(o): return ''.join(o) # notebooks hold lists of lines, or a string
 
-def outputs(
-    cell, # A code cell
-    picture # Takes the bytes of a PNG, returns the path to show it by
-) -> list: # Of Markdown: printed text and values fenced, tables of pandas as HTML without its styles, pictures
-    "What the cell shows"
-    res = []
-    for o in cell.get('outputs', []):
-        data = o.get('data', {})
-        if 'image/png' in data: res.append(f"![]({picture(base64.b64decode(_text(data['image/png'])))})")
-        elif 'text/markdown' in data: res.append(_text(data['text/markdown']))
-        elif 'text/html' in data:
-            html = re.sub(r'<style.*?</style>| border="1" class="dataframe"| style="text-align: right;"', '', _text(data['text/html']), flags=re.S)
-            res.append(re.sub(r'\s*\n\s*(</tr|</?t[dh])', r'\1', re.sub(r'\n\s*', '\n', html)).strip()) # a line for each row
-        else: res.append(f"```text\n{_text(o.get('text') or data.get('text/plain', '')).rstrip()}\n```")
-    return res
+def _shown(
+    o, # What a cell put out
+    picture, # Takes the bytes of a PNG, returns the path to show it by
+    alt:str # Says in words what a picture shows
+) -> str: # Markdown: printed text and values fenced, tables of pandas as HTML without its styles
+    data = o.get('data', {})
+    if 'image/png' in data: return f"![{alt}]({picture(base64.b64decode(_text(data['image/png'])))})"
+    if 'text/markdown' in data: return _text(data['text/markdown'])
+    if 'text/html' in data:
+        html = re.sub(r'<style.*?</style>| border="1" class="dataframe"| style="text-align: right;"', '', _text(data['text/html']), flags=re.S)
+        return re.sub(r'\s*\n\s*(</tr|</?t[dh])', r'\1', re.sub(r'\n\s*', '\n', html)).strip() # a line for each row
+    return f"```text\n{_text(o.get('text') or data.get('text/plain', '')).rstrip()}\n```"
+
+def blocks(
+    nb:Path, # A notebook
+    picture, # As in `_shown`
+    text=lambda s: s, # What becomes of Markdown
+    exported=lambda cell: () # What is shown of a cell that goes into a module: an iterable of Markdown
+):
+    "The Markdown of a notebook, piece by piece; pictures are described by the heading that they stand under"
+    heading = ''
+    for cell in read_nb(nb).cells:
+        if cell.cell_type=='markdown':
+            heading = ([heading]+re.findall(r'^#+ (.*)', cell.source, re.M))[-1]
+            yield text(cell.source)
+        elif cell.cell_type=='code' and not {'hide','default_exp'} & set(directives(cell)):
+            if 'export' in directives(cell): yield from exported(cell)
+            else:
+                if 'echo' not in directives(cell) and code(cell): yield f'```python\n{code(cell)}\n```'
+                yield from (_shown(o, picture, heading) for o in cell.get('outputs', []))
 
 def make():
     "The text of README.md, and a dict from the paths of its pictures to their bytes"
-    pictures,parts = {},[]
+    pictures = {}
     def picture(png):
         path = f'nbs/images/index-{len(pictures)+1}.png'
         pictures[path] = png
         return path
-    for cell in read_nb(root/'nbs'/'index.ipynb').cells:
-        if cell.cell_type=='markdown': parts.append(re.sub(r'\]\((?!https?:|#)([^)]+)\)', r'](nbs/\1)', cell.source).replace('](nbs/../', ']('))
-        elif cell.cell_type=='code' and 'hide' not in directives(cell):
-            if 'echo' not in directives(cell) and code(cell): parts.append(f'```python\n{code(cell)}\n```')
-            parts += outputs(cell, picture)
-    return '\n\n'.join(o.strip() for o in parts)+'\n',pictures
+    def text(s): return re.sub(r'\]\((?!https?:|#)([^)]+)\)', r'](nbs/\1)', s).replace('](nbs/../', '](')
+    return '\n\n'.join(o.strip() for o in blocks(root/'nbs'/'index.ipynb', picture, text))+'\n',pictures
 
 if __name__=='__main__':
     text,pictures = make()
