@@ -1,5 +1,6 @@
 "What diagnosis costs: a healthy fit with and without it, and a report in training steps; all in one interleaved run"
-import argparse,statistics,time,warnings
+import argparse,json,statistics,time,warnings
+from pathlib import Path
 import torch
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')
@@ -45,9 +46,8 @@ def main():
     # measured in steps of the same fit, since the machine's speed changes between fits
     with_,without = (statistics.median(sum(o)/statistics.median(o) for o in fits[looks]) for looks in (True,False))
     step = statistics.median(map(statistics.median, fits[False]))
-    print(machine())
-    print(f'a fit of {a.steps} steps of {1e3*step:.1f} ms with / without diagnosis: {with_/without:.4f}')
-    q = statistics.quantiles(costs, n=4)
-    print(f'a report, in training steps: {q[1]:.1f} (quartiles {q[0]:.1f} to {q[2]:.1f})')
+    res = dict(machine=machine(), **vars(a), ms_per_step=1e3*step, fit_with_over_without=with_/without, report_in_steps=statistics.quantiles(costs, n=4))
+    print(json.dumps(res, indent=1))
+    (Path(__file__).parent/'diagnosis.json').write_text(json.dumps(res, indent=1)+'\n')
 
 if __name__=='__main__': main()

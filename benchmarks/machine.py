@@ -8,6 +8,6 @@ def machine():
     "The kind of GPU or CPU that trains by default, torch's version and, on a CPU, the number of threads"
     version = torch.__version__.split('+')[0]
     if default_device().type=='cuda': return f'{torch.cuda.get_device_name()}, torch {version}'
-    info = Path('/proc/cpuinfo')
+    n,info = torch.get_num_threads(),Path('/proc/cpuinfo')
     names = [o.split(':')[1].strip() for o in info.read_text().splitlines() if o.startswith('model name')] if info.exists() else []
-    return f'{names[0] if names else platform.processor() or platform.machine()}, torch {version}, {torch.get_num_threads()} thread(s)'
+    return f'{names[0] if names else platform.processor() or platform.machine()}, torch {version}, {n} thread{"s"*(n>1)}'

@@ -118,12 +118,13 @@ def picture(
     "Loss, loss scale and gradient norm of each step; crosses are skipped steps"
     fig = Figure(figsize=(8,9), layout='constrained')
     axs = fig.subplots(3, 1, sharex=True)
-    for name,learn in learners.items():
-        axs[0].plot([o.item() for o in learn.recorder.losses], label=name, lw=1)
-        axs[2].plot(learn.gradient_norm_clip.norms, lw=1)
+    for i,(name,learn) in enumerate(learners.items()): # they may lie upon each other: the first is the widest
+        lw = max(1, 4-i)
+        axs[0].plot([o.item() for o in learn.recorder.losses], label=name, lw=lw)
+        axs[2].plot(learn.gradient_norm_clip.norms, lw=lw)
         if not hasattr(learn, 'mixed_precision'): continue
         df,color = learn.mixed_precision.history,axs[0].lines[-1].get_color()
-        axs[1].step(df.step, df.loss_scale, where='post', color=color)
+        axs[1].step(df.step, df.loss_scale, where='post', color=color, lw=lw)
         axs[1].plot(df.step[df.skipped], df.loss_scale[df.skipped], 'x', color=color)
     axs[2].axhline(learn.gradient_norm_clip.max_norm, color='grey', ls='--', label='clipped here')
     axs[0].set(ylabel='smoothed loss', yscale='log')

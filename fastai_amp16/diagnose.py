@@ -386,8 +386,8 @@ class PrecisionReport:
         "The first `n` rows of the table as text, the producer's among them, and how many are left"
         df = self.table if self.table is not None else pd.DataFrame(columns=['module'])
         top = pd.concat([df.head(n), df[n:][df[n:].module==self.producer]])
-        shown = [dict(module=r.module or '(the model)', type=r.type, computes=r.computes, input=_num(r.input), output=_num(r.output), inside=_num(r.inside),
-            gradient=_num(r.gradient), weight_grad=_num(r.weight_grad), bits=_num(round(r.bits,1)+0.), flushed=_share(r.flushed), subnormal=_share(r.subnormal),
+        shown = [dict(module=r.module or '(the model)', type=r.type, computes=r.computes, bits=_num(round(r.bits,1)+0.), input=_num(r.input), output=_num(r.output),
+            inside=_num(r.inside), gradient=_num(r.gradient), weight_grad=_num(r.weight_grad), flushed=_share(r.flushed), subnormal=_share(r.subnormal),
             nonfinite='not finite' if r.nonfinite else '') for r in top.itertuples()]
         for c in ('inside','weight_grad','nonfinite'):
             if not any(r[c] for r in shown):
@@ -407,19 +407,19 @@ class PrecisionReport:
     __repr__ = __str__
 
     def _repr_html_(self):
-        "Colours that go with a light and a dark page: the text's own, and transparent ones behind it"
-        e,(rows,left) = escape,self.rows()
+        "Colours that go with a light and a dark page: the text's own, and transparent ones behind it; where no style is shown, an arrow marks the producer"
+        rows,left = self.rows()
         color = '46,160,67' if self.verdict=='healthy' else '218,54,51'
-        res = [f'<div style="border-left:4px solid rgb({color});padding:2px 12px"><p><b>{e(self.verdict)}</b>: {e(self.sentence)}</p>']
-        if self.remedy: res.append(f'<p><b>Remedy</b>: <code>{e(self.remedy)}</code></p>')
+        res = [f'<div style="border-left:4px solid rgb({color});padding:2px 12px"><p><b>{self.verdict}</b>: {_as_html(self.sentence)}</p>']
+        if self.remedy: res.append(f'<p><b>Remedy</b>: {_as_html(self.remedy)}</p>')
         if rows:
             text = ('module','type','computes','nonfinite')
-            cell = lambda tag,c,v,style='': f'<{tag} style="text-align:{"left" if c in text else "right"};padding:2px 8px;{style}">{e(v)}</{tag}>'
+            cell = lambda tag,c,v,style='': f'<{tag} style="text-align:{"left" if c in text else "right"};padding:2px 8px;{style}">{v}</{tag}>'
             res += ['<table style="border-collapse:collapse;color:inherit;font-size:inherit"><thead><tr>', *(cell('th',c,c,'border-bottom:1px solid currentColor') for c in rows[0]), '</tr></thead><tbody>']
             for r in rows:
                 hot = self.producer is not None and r['module']==(self.producer or '(the model)')
                 res.append(f'<tr style="background:{"rgba(218,54,51,.22);font-weight:bold" if hot else "transparent"}">')
-                res += [cell('td',c,v,_bar(v) if c=='bits' else '') for c,v in r.items()]
+                res += [cell('td', c, ('▶ ' if hot and c=='module' else '')+escape(v), _bar(v) if c=='bits' else '') for c,v in r.items()]
                 res.append('</tr>')
             res.append('</tbody></table>')
             if left: res.append(f'<p>… and {left} more, in <code>.table</code></p>')
@@ -438,6 +438,10 @@ class PrecisionReport:
         ax.axvline(0, color='tab:red', ls='--', lw=1)
         ax.set(xlabel=f'bits left up to {torch.finfo(self.dtype).max:g}', title='headroom', ylim=(-0.6, len(df)-0.4))
         return ax
+
+def _as_html(text):
+    "`text` with code, in backticks or as an argument of `to_fp16_dynamic`, set as code"
+    return re.sub(r'`([^`]+)`|((?:keep_fp32|init_scale)=(?:\[.*?\]|\S+))', lambda m: f'<code>{m[1] or m[2]}</code>', escape(text, quote=False))
 
 def _bar(v): # as wide as many bits are left
     w = min(max(float(v or 0), 0), 16)/16*100
@@ -615,7 +619,7 @@ def diagnose(
 def _judge(case, half, only=lambda frame: True):
     "The report on a batch that is finite in fp32"
     kind,top = str(case.dtype).split('.')[-1],torch.finfo(case.dtype).max
-    scale = case.scale
+    scale,was = case.scale,case.scale
     spoilt = case.spoilt(half)
     if half.finite: case.silent = bool(spoilt) or deviation(half.pred, case.fp32.pred)>0.1
     phase,frame = case.fault(half, only)
@@ -644,7 +648,7 @@ def _judge(case, half, only=lambda frame: True):
     if half.error is not None and phase!='backward':
         text = f"{what}{where} raises in {kind}: {str(half.error).rstrip('.')}."
     elif phase=='backward':
-        text = f"The derivative of {what}{where} is not finite in {kind}, at the loss scale {scale:g} either; in fp32 it is."
+        text = f"The derivative of {what}{where} is not finite in {kind}, {'not even ' if scale<was else ''}at the loss scale {scale:g}; in fp32 it is."
     elif phase=='loss': text = f"{what}{where} is not finite for predictions that {kind} has rounded; in fp32 it is at most {ref:.3g}."
     elif ref>top: text = f"{what}{where} gives numbers up to {ref:.3g}, and {kind} ends at {top:g}."
     elif taken>top: text = f"{what}{where} takes in numbers up to {taken:.3g}, and {kind} ends at {top:g}."
@@ -695,7 +699,7 @@ def _joined(case, promoted):
 def heal(
     case:Case # What `diagnose` has judged
 ) -> tuple|None: # What to keep in fp32 besides, as `keep_fp32` takes it, and the loss scale that fits; `None` if nothing helps
-    "The smallest set of modules that makes the batch of `case` finite when they compute in fp32, proved by running it"
+    "A set of modules that makes the batch of `case` finite when they compute in fp32, and from which none can be dropped, proved by running it"
     promoted,scale = _beyond(case),case.scale
     for _ in range(3*len(list(case.model.modules()))):
         run = case.run(promoted, scale, inside=(lambda n: True) if case.silent else None)

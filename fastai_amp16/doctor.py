@@ -14,7 +14,7 @@ from weakref import ref
 from fastai.basics import *
 from fastai.callback.channelslast import ChannelsLast
 from .precision import PrecisionPlan,_convs,_half_types,_unwrap
-from .diagnose import diagnose,heal,replay,_is_bad,_listed,_loss,_tensors
+from .diagnose import diagnose,heal,replay,_as_html,_is_bad,_listed,_loss,_tensors
 from .callback import _emulates_bf16,_running,_training_case
 
 # %% ../nbs/06_doctor.ipynb #086315b4
@@ -64,7 +64,7 @@ class Checkup(list):
     def sentence(self):
         if not self: return 'Nothing found: half precision should go well.'
         counts = Counter(o.severity for o in self)
-        return f"{len(self)} finding{'s'*(len(self)>1)}: "+', '.join(f'{n} {s} ({_severities[s]})' for s,n in counts.items())+'.'
+        return f"{len(self)} finding{'s'*(len(self)>1)}: "+', '.join(f"{n} {s}{'s'*(n>1 and s in ('error','warning'))} ({_severities[s]})" for s,n in counts.items())+'.'
 
     def __str__(self):
         res = [self.sentence]
@@ -82,7 +82,7 @@ class Checkup(list):
             cell = 'padding:.25em .6em;text-align:left;vertical-align:top'
             res.append('<table style="border-collapse:collapse;color:inherit;font-size:inherit"><tbody>')
             for o in self:
-                what = f'{e(o.fact)}<br><code style="white-space:pre-wrap">{e(o.remedy)}</code>'
+                what = f'{_as_html(o.fact)}<br><code style="white-space:pre-wrap">{e(o.remedy)}</code>'
                 cells = ''.join(f'<td style="{cell}">{v}</td>' for v in (f'<b>{o.severity}</b>', e(o.where), what))
                 res.append(f'<tr style="background:rgba({colors[o.severity]},.18)">{cells}</tr>')
             res.append('</tbody></table>')

@@ -339,7 +339,8 @@ def half_forward(
 ):
     """A context manager: forward passes of `model` inside it compute in `dtype`, with fp32 norms; backward passes belong outside
 
-    Gradients arrive on the fp32 parameters, bit for bit those of `torch.autocast`; nothing is scaled. `ValueError` as for `PrecisionPlan`."""
+    Gradients arrive on the fp32 parameters, bit for bit those of `torch.autocast` wherever both compute in the same precision: everywhere
+    but in norms that autocast treats otherwise, and in what `keep_fp32` names. Nothing is scaled. `ValueError` as for `PrecisionPlan`."""
     return PrecisionPlan(model, dtype, keep_fp32).forward_pass()
 
 # %% ../nbs/01_precision.ipynb #2fad06db

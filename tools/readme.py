@@ -1,6 +1,7 @@
 "Write README.md and its pictures from nbs/index.ipynb, as it stands with its outputs"
 import base64,re
 from pathlib import Path
+from textwrap import fill
 from fastcore.nbio import read_nb
 
 root = Path(__file__).resolve().parent.parent
@@ -14,15 +15,17 @@ def _text(o): return ''.join(o) # notebooks hold lists of lines, or a string
 def _shown(
     o, # What a cell put out
     picture, # Takes the bytes of a PNG, returns the path to show it by
-    alt:str # Says in words what a picture shows
+    alt:str, # Says in words what a picture shows
+    text # What becomes of Markdown
 ) -> str: # Markdown: printed text and values fenced, tables of pandas as HTML without its styles
     data = o.get('data', {})
     if 'image/png' in data: return f"![{alt}]({picture(base64.b64decode(_text(data['image/png'])))})"
-    if 'text/markdown' in data: return _text(data['text/markdown'])
+    if 'text/markdown' in data: return text(_text(data['text/markdown']))
     if 'text/html' in data:
         html = re.sub(r'<style.*?</style>| border="1" class="dataframe"| style="text-align: right;"', '', _text(data['text/html']), flags=re.S)
         return re.sub(r'\s*\n\s*(</tr|</?t[dh])', r'\1', re.sub(r'\n\s*', '\n', html)).strip() # a line for each row
-    return f"```text\n{_text(o.get('text') or data.get('text/plain', '')).rstrip()}\n```"
+    lines = _text(o.get('text') or data.get('text/plain', '')).rstrip().split('\n')
+    return '```text\n'+'\n'.join(fill(l, 120, subsequent_indent='    ', break_long_words=False) if len(l)>140 else l for l in lines)+'\n```'
 
 def blocks(
     nb:Path, # A notebook
@@ -40,7 +43,7 @@ def blocks(
             if 'export' in directives(cell): yield from exported(cell)
             else:
                 if 'echo' not in directives(cell) and code(cell): yield f'```python\n{code(cell)}\n```'
-                yield from (_shown(o, picture, heading) for o in cell.get('outputs', []))
+                yield from (_shown(o, picture, heading, text) for o in cell.get('outputs', []))
 
 def make():
     "The text of README.md, and a dict from the paths of its pictures to their bytes"
