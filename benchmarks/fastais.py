@@ -21,9 +21,10 @@ def fastais():
     with (patch.object(fp16, 'autocast', lambda device, **kw: torch.autocast('cpu', **kw)),
           patch.object(fp16, 'GradScaler', lambda device, **kw: torch.amp.GradScaler('cpu', **kw)),
           patch.object(fp16.NonNativeMixedPrecision, 'before_fit', _non_native_before_fit)):
-        depth = _nesting()
+        depth,dtype = _nesting(),torch.get_autocast_dtype('cpu')
         try: yield
         finally:
             torch.set_autocast_enabled('cpu', False)
+            torch.set_autocast_dtype('cpu', dtype)
             for _ in range(_nesting()-depth): torch.autocast_decrement_nesting()
             torch.clear_autocast_cache()
