@@ -72,14 +72,18 @@ class DynamicMixedPrecision(MixedPrecision):
         "Of several in a learner (one of them in `fit(cbs=…)`, say) the last is at work, the others rest"
         if self.learn is not None and self is self.learn._grab_cbs(DynamicMixedPrecision)[-1]: return super().__call__(event_name)
 
-    def make_plan(self, model:nn.Module) -> PrecisionPlan:
+    def make_plan(self,
+        model:nn.Module # `learn.model`, or what is to take its place
+    ) -> PrecisionPlan:
         "Who computes in what in `model`; tells what is wrong with it"
         names = {n for n,_ in _unwrap(model).named_modules()}
         self.promoted = [o for o in self.promoted if o.rstrip('.') in names] # the others were of another model
         return PrecisionPlan(model, self.dtype, self._keep())
 
     @property
-    def dtype(self): return torch.float16 if self.amp_mode==AMPMode.FP16 else torch.bfloat16
+    def dtype(self) -> torch.dtype:
+        "The half precision: `torch.float16` or `torch.bfloat16`"
+        return torch.float16 if self.amp_mode==AMPMode.FP16 else torch.bfloat16
 
     def _keep(self): return [*_as_list(self.keep_fp32), *self.promoted]
 
@@ -366,14 +370,12 @@ def after_cancel_step(self:DynamicMixedPrecision): self._noted = self._forward =
 def after_step(self:DynamicMixedPrecision): pass # the scaler was updated in `before_step`
 
 # %% ../nbs/05_callback.ipynb #53cda839
-_no_loss = torch.finfo(torch.float32).max/2
-
 @patch
 def after_batch(self:DynamicMixedPrecision):
     if not self.training or not hasattr(self.learn, 'recorder'): return
-    smooth,so_far = self.recorder.smooth_loss,_no_loss
+    smooth,so_far = self.recorder.smooth_loss,math.nan
     if smooth.count: so_far = float(smooth.val.numpy())/(1-smooth.beta**smooth.count) # a tensor on the CPU
-    if smooth.count and so_far>_no_loss/2:
+    if smooth.count and math.isnan(so_far):
         smooth.reset()
         self.recorder.losses.clear()
         self.recorder.lrs.clear()
@@ -411,7 +413,7 @@ def _check_silent(self:DynamicMixedPrecision, scale):
 # %% ../nbs/05_callback.ipynb #c2fec599
 @patch
 def carried(self:DynamicMixedPrecision):
-    "What modules carry from batch to batch"
+    "What modules carry from batch to batch: the `_Carried` of the present model"
     if self._carried is None or self._carried.model is not self.learn.model: self._carried = _Carried(self.learn, self.ready())
     return self._carried
 
@@ -482,6 +484,7 @@ def _is_finite(self:DynamicMixedPrecision):
 def _training_case(learn, b=None):
     "A training batch as a `Case`; nothing of what happens in this context remains"
     mp,dl = _running(learn),getattr(learn.dls, 'train', None)
+    PrecisionPlan(learn.model) # tells what is wrong with it
     if b is None and dl is None: raise ValueError("The learner has no data loaders: give a batch, `b=`.")
     device = getattr(dl, 'device', None) or next(learn.model.parameters()).device
     learn.model.to(device)
@@ -502,7 +505,9 @@ def _training_case(learn, b=None):
 def diagnose_fp16(self:Learner,
     b=None # A batch as the data loaders give it; by default the one at hand in a fit, else the first of the training set
 ) -> PrecisionReport: # A table in a notebook; text by `str`, a DataFrame in `.table`, a picture by `.plot()`
-    "Run one training batch in fp32 and in half precision, and report on the room that each module has; nothing of it remains"
+    """Run one training batch in fp32 and in half precision, and report on the room that each module has; nothing of it remains
+
+    What the batch raises in fp32 is raised; `ValueError` for a model without parameters, or with parameters in half precision."""
     if self._replaying: return # a callback that asks for a report is part of it
     with _training_case(self, b) as case: return diagnose(case, inside=lambda n: True)
 
@@ -583,19 +588,19 @@ class _StepMetric(Metric):
     def accumulate(self, learn):
         self.mp = _running(learn)
     @property
-    def value(self): return None if getattr(self, 'mp', None) is None else self.of(self.mp, self.mp._steps[self.mp._epoch_start:])
+    def value(self): return None if getattr(self, 'mp', None) is None else self._of(self.mp, self.mp._steps[self.mp._epoch_start:])
 
 class LossScale(_StepMetric):
     "The loss scale at the end of the epoch"
-    def of(self, mp, steps): return mp.scaler.get_scale()
+    def _of(self, mp, steps): return mp.scaler.get_scale()
 
 class SkippedSteps(_StepMetric):
     "The number of steps skipped in the epoch"
-    def of(self, mp, steps): return sum(skipped for _,skipped,_ in steps)
+    def _of(self, mp, steps): return sum(skipped for _,skipped,_ in steps)
 
 class GradNorm(_StepMetric):
     "The mean gradient norm, before clipping, of the steps taken in the epoch"
-    def of(self, mp, steps):
+    def _of(self, mp, steps):
         norms = [norm for _,skipped,norm in steps if not skipped]
         return sum(norms)/len(norms) if norms else None
 

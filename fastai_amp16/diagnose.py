@@ -242,7 +242,12 @@ class Batch:
     states:dict = None # Of `get_random_states`; `None`: the present state
 
     @classmethod
-    def of(cls, learn, states=None): return cls(learn.xb, learn.yb, states)
+    def of(cls,
+        learn:Learner, # In the middle of a batch
+        states:dict=None # Of `get_random_states`, before its forward pass
+    ):
+        "The batch at hand"
+        return cls(learn.xb, learn.yb, states)
 
 # %% ../nbs/04_diagnose.ipynb #f6e51a38
 _torchs = {*vars(nn.Module()),'forward'} # what torch itself keeps in each module, and the place of a plan's stand-ins
@@ -273,7 +278,7 @@ def replay(
     backward:bool=True, # Run the backward pass as well?
     look:bool=True, # Look into the modules, or only at what comes out in the end?
     **kwargs # For `_Watch`
-):
+) -> _Watch: # What was seen: `finite`, `error`, `pred`, `frames` and more
     "Run `batch` again and note what goes through the modules; an exception that it raises is noted, too"
     watch = _Watch(_unwrap(learn.model), **kwargs)
     eager = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext() # hooks do not see into compiled code
@@ -314,12 +319,14 @@ def replay(
     return watch
 
 # %% ../nbs/04_diagnose.ipynb #1c935518
+def _any(frame): return True
+
 def _is_bad(own, ref): return bool(own) and own[0]>(ref[0] if ref else 0)
 
 def first_bad(
     run:_Watch, # The run with numbers that are not finite
     reference:_Watch=None, # The same batch in fp32
-    only=lambda frame: True # Which frames can be at fault
+    only=_any # Which frames can be at fault
 ): # The phase, 'forward', 'loss' or 'backward', and the `_Frame` at fault; `None` if there is none
     "Where the first number in time came from that is not finite and should be"
     refs = reference.seen if reference else {}
@@ -345,7 +352,7 @@ def deviation(
         if (d:=(a-b).norm()): res.append((d/torch.maximum(spread.norm(), b.norm()/3)).item())
     return max(res)
 
-def _first_flushed(run, reference, only=lambda frame: True):
+def _first_flushed(run, reference, only=_any):
     "Where half precision first makes nothing, or next to nothing, of small numbers: the `_Frame`; `None` if it does not"
     for frame,where,s in run.events:
         r = reference.seen.get(s.key)
@@ -382,8 +389,10 @@ class PrecisionReport:
     samples:list = field(default_factory=list) # Which samples of the batch are at fault
     dtype:torch.dtype = torch.float16 # The half precision that it is about
 
-    def rows(self, n:int=12):
-        "The first `n` rows of the table as text, the producer's among them, and how many are left"
+    def rows(self,
+        n:int=12 # At most, and the producer's
+    ) -> tuple: # A list of dicts of text, and how many rows are left
+        "The first rows of the table, as they are shown"
         df = self.table if self.table is not None else pd.DataFrame(columns=['module'])
         top = pd.concat([df.head(n), df[n:][df[n:].module==self.producer]])
         shown = [dict(module=r.module or '(the model)', type=r.type, computes=r.computes, bits=_num(round(r.bits,1)+0.), input=_num(r.input), output=_num(r.output),
@@ -495,31 +504,50 @@ class Case:
     def __post_init__(self):
         self.keep = _as_list(self.keep_fp32)
         self.model = _unwrap(self.learn.model)
-    def run(self, promoted=(), scale=None, **kwargs):
-        "In half precision, with the modules `promoted` in fp32 as well"
+    def run(self,
+        promoted=(), # Kept in fp32 as well, as `keep_fp32` takes it
+        scale:float=None, # The loss scale; `None`: the batch's own
+        **kwargs # For `replay`
+    ) -> _Watch:
+        "A run in half precision"
         plan = lambda model: PrecisionPlan(model, self.dtype, [*self.keep, *promoted])
         return replay(self.learn, self.batch, plan, scale or self.scale, self.backward, dtype=self.dtype, **kwargs)
-    def run_fp32(self, **kwargs): return replay(self.learn, self.batch, None, self.scale, self.backward, dtype=self.dtype, **kwargs)
+    def run_fp32(self,
+        **kwargs # For `replay`
+    ) -> _Watch:
+        "A run in fp32"
+        return replay(self.learn, self.batch, None, self.scale, self.backward, dtype=self.dtype, **kwargs)
 
     @functools.cached_property
-    def plan(self): return PrecisionPlan(self.model, self.dtype, self.keep)
+    def plan(self) -> PrecisionPlan:
+        "Who computes in what before any healing"
+        return PrecisionPlan(self.model, self.dtype, self.keep)
 
-    def sound(self, half):
-        "Did that run go well?"
+    def sound(self,
+        half:_Watch # A run in half precision
+    ) -> bool:
+        "Did it go well?"
         return half.finite and not self.spoilt(half) and not (self.silent and deviation(half.pred, self.fp32.pred)>0.1)
 
-    def spoilt(self, half):
-        "What did that run leave in the modules that is not finite, and in fp32 is?"
+    def spoilt(self,
+        half:_Watch # A run in half precision
+    ) -> list: # Dotted names
+        "What did it leave in the modules that is not finite, and in fp32 is?"
         return [n for n,bad in half.carried.items() if bad>self.fp32.carried[n]]
 
-    def fault(self, half, only=lambda frame: True):
-        "Phase and `_Frame` that are to blame for that run; the frame is `None` where none can be seen"
+    def fault(self,
+        half:_Watch, # A run in half precision that did not go well
+        only=_any # Which frames can be at fault
+    ) -> tuple: # Phase and `_Frame`; the frame is `None` where none can be seen
+        "What is to blame for it"
         res = first_bad(half, self.fp32, only)
         if res is None and self.silent and half.finite and (frame:=_first_flushed(half, self.fp32, only)): res = 'forward',frame
         return res or ('backward',None)
 
-    def fitting(self, half):
-        "Loss scales below the present one that the largest gradient of the fp32 run would allow: the highest first"
+    def fitting(self,
+        half:_Watch # A run in half precision
+    ) -> list: # The highest first
+        "Loss scales below the present one that the largest gradient of the fp32 run would allow"
         if self.min_scale is None: return []
         is_half = {k: s.half for k,s in half.seen.items()}
         def fits(seen):
@@ -616,7 +644,7 @@ def diagnose(
     return report
 
 # %% ../nbs/04_diagnose.ipynb #7956c93e
-def _judge(case, half, only=lambda frame: True):
+def _judge(case, half, only=_any):
     "The report on a batch that is finite in fp32"
     kind,top = str(case.dtype).split('.')[-1],torch.finfo(case.dtype).max
     scale,was = case.scale,case.scale

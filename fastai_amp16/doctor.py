@@ -36,7 +36,8 @@ class Finding:
     others:list = field(default_factory=list) # More modules with the same
 
     @property
-    def where(self):
+    def where(self) -> str:
+        "The module, in words"
         if self.module is None: return ''
         return (self.module or '(the model)')+(f' and {len(self.others)} more' if self.others else '')
 
@@ -61,7 +62,8 @@ class Checkup(list):
         if any(self.remedy in o.remedy for o in self): self.remedy = '' # for all at once, where one finding does not say that
 
     @property
-    def sentence(self):
+    def sentence(self) -> str:
+        "How many findings of each kind"
         if not self: return 'Nothing found: half precision should go well.'
         counts = Counter(o.severity for o in self)
         return f"{len(self)} finding{'s'*(len(self)>1)}: "+', '.join(f"{n} {s}{'s'*(n>1 and s in ('error','warning'))} ({_severities[s]})" for s,n in counts.items())+'.'
@@ -439,7 +441,9 @@ def _examine(learn, b=None, device=None):
 def fp16_doctor(self:Learner,
     b=None # A batch as the data loaders give it; the first of the training set by default
 ) -> Checkup: # A table in a notebook, text by `str`; a list of `Finding`s
-    "What will go wrong or slowly in half precision, before training: from one batch, of which nothing remains"
+    """What will go wrong or slowly in half precision, before training: from one batch, of which nothing remains
+
+    What the batch raises in fp32 is raised; `ValueError` for a model without parameters."""
     return Checkup() if self._replaying else _examine(self, b) # a callback that asks is part of the batch
 
 # %% ../nbs/06_doctor.ipynb #6e3ca6ee

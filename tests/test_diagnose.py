@@ -852,3 +852,10 @@ def test_a_layer_with_nearly_all_weights_has_its_plain_name():
     assert [next(_ladder(case, n)) for n in ('0','1.0','1.0.body')]==['0','1.0','1.0.body']
     learn.model = nn.Sequential(nn.Linear(8,64))
     assert list(_ladder(Case(learn, case.batch), '0'))==['0']
+
+@pytest.mark.parametrize('ask', ['diagnose_fp16','fp16_doctor'])
+def test_a_model_that_cannot_be_asked(ask):
+    def about(model): return getattr(learner(model), ask)()
+    with pytest.raises(ValueError, match='ReLU has no parameters'): about(nn.ReLU)
+    if ask=='diagnose_fp16':
+        with pytest.raises(ValueError, match=r'model\.float\(\)'): about(lambda: nn.Linear(8,1).half())

@@ -1,11 +1,14 @@
 "The repository agrees with itself: modules match notebooks, notebooks are clean and run, the code is checked by ruff"
-import shutil,subprocess,sys
+import json,shutil,subprocess,sys
 from pathlib import Path
 import pytest
+from fastcore.nbio import read_nb
 from nbdev.clean import nbdev_clean
 from nbdev.config import get_config
 from nbdev.doclinks import nbdev_export
 from nbdev.test import test_nb as run_nb
+from machine import machine
+from readme import directives
 
 root = Path(__file__).parent.parent
 cfg = get_config(root)
@@ -27,8 +30,20 @@ def fresh(tmp_path_factory):
 @pytest.mark.parametrize('fn', [*sorted((root/lib).rglob('*.py')), *nbs], ids=lambda o: o.name)
 def test_in_step(fresh, fn): assert (fresh/fn.relative_to(root)).read_text() == fn.read_text()
 
+def shown(cell, values):
+    "What a cell puts out: kinds of output, with their `values` or without"
+    outs = [o.get('data') or {o.get('name', o.output_type): o.get('text', '')} for o in cell.get('outputs', [])]
+    return [(k,''.join(v) if values else None) for o in outs for k,v in sorted(o.items())]
+
 @pytest.mark.parametrize('fn', nbs, ids=lambda o: o.stem)
-def test_notebook(fn): assert run_nb(fn, skip_flags=cfg.tst_flags, basepath=root)[0]
+def test_notebook(fn, monkeypatch):
+    "It runs, and shows what is stored: to the byte on the kind of machine where that was made, since others round otherwise"
+    computed = []
+    monkeypatch.setattr('nbdev.test.write_nb', lambda nb, fn: computed.extend(nb.cells))
+    assert run_nb(fn, skip_flags=cfg.tst_flags, basepath=root, save=True)[0]
+    same = machine()==json.loads((root/'benchmarks'/'survival.json').read_text())['machine']
+    for stored,now in zip(read_nb(fn).cells, computed):
+        if not set(cfg.tst_flags) & set(directives(stored)): assert shown(stored, same)==shown(now, same), f'run the notebook again and store what it shows:\n{stored.source}'
 
 def test_ruff():
     res = subprocess.run([sys.executable, '-m', 'ruff', 'check', '.'], cwd=root, capture_output=True, text=True)

@@ -28,7 +28,12 @@ def names(text, module):
 def signature(name, o):
     "Heading, signature with the comments on its parameters, and docstring"
     if isinstance(o, partial): text = f"```python\n{name} = partial({o.func.__name__}, {', '.join(f'{k}={v!r}' for k,v in o.keywords.items())})\n```\n\n*{o.__doc__}*"
-    else: text = MarkdownRenderer(o)._repr_markdown_() if callable(o) else ''
+    elif isinstance(o, dict): text = 'By name: '+', '.join(f'`{k}`' for k in o)
+    elif isinstance(o, tuple): text = ', '.join(f'`{t.__name__}`' for t in o)
+    elif isinstance(o, property): text = f'*{o.__doc__}*'
+    else:
+        text = MarkdownRenderer(o)._repr_markdown_().replace(':NoneType=None', '=None').replace('(*args, **kwargs)', '()')
+        if isinstance(o, type): text = text.replace('```python\ndef ', '```python\nclass ', 1)
     return f'### `{name}` {{ #{name} }}\n\n{text}'
 
 def exported(cell, module):
@@ -69,8 +74,8 @@ def linked(text, here):
 
 def title(nb): return re.search(r'^# (.*)', read_nb(nb).cells[0].source)[1]
 
-def config():
-    "The settings of MkDocs"
+def config(out):
+    "The settings of MkDocs, which writes to `out`"
     def module_pages(folder): return [{o.name: pages[o]} for o in scripts if o.parent.name==folder]
     nav = [{'Overview': 'index.md'}, {'Tutorials': [{title(o): pages[o]} for o in tutorials]}, {'Library': [{title(o): pages[o]} for o in library]},
            {'Source': module_pages(lib)+[{'benchmarks': module_pages('benchmarks')}]}, {'Changelog': 'CHANGELOG.md'}, {'Contributing': 'CONTRIBUTING.md'}]
@@ -78,11 +83,12 @@ def config():
                for o,s,other in (('light','default','dark'), ('dark','slate','light'))]
     theme = dict(name='material', font=False, palette=palette, features=['navigation.tabs','navigation.footer','navigation.top','content.code.copy','search.highlight','toc.follow'])
     extensions = ['attr_list','tables','admonition','pymdownx.details','pymdownx.superfences','pymdownx.magiclink',{'pymdownx.highlight': dict(anchor_linenums=True)},{'toc': dict(permalink=True, toc_depth=3)}]
-    return dict(site_name=lib, site_dir=str(root/'_site'), docs_dir='docs', theme=theme, plugins=['search','offline'], nav=nav, markdown_extensions=extensions,
+    return dict(site_name=lib, site_dir=str(out), docs_dir='docs', theme=theme, plugins=[{'search': dict(separator=r'[\s\-,:=\[\]()"`/.]+')},'offline'], nav=nav, markdown_extensions=extensions,
                 extra_css=['site.css'], extra=dict(polyfills=['iframe-worker.js'], generator=False),
                 validation={o: 'warn' for o in ('omitted_files','absolute_links','unrecognized_links','anchors')})
 
-def main():
+def build(out):
+    "Write the site to the folder `out`"
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as d:
         warnings.simplefilter('ignore')
         site = Path(d)/'docs'
@@ -96,8 +102,10 @@ def main():
             elif path.suffix=='.py': text = f'---\nsearch:\n  exclude: true\n---\n\n# {path.relative_to(root)}\n\n```python linenums="1"\n{path.read_text()}\n```'
             else: text = linked(path.read_text(), path)
             (site/to).write_text(text)
-        (Path(d)/'mkdocs.yml').write_text(yaml.safe_dump(config(), sort_keys=False))
+        (Path(d)/'mkdocs.yml').write_text(yaml.safe_dump(config(out), sort_keys=False))
         subprocess.run([sys.executable, '-m', 'mkdocs', 'build', '--quiet', '--strict'], cwd=d, check=True, env={**os.environ, 'NO_MKDOCS_2_WARNING': '1'}) # the successor of MkDocs is no concern of who reads this
-    print(f"{len(pages)} pages: open {root/'_site'/'index.html'}")
+    (out/'404.html').unlink() # for servers only
 
-if __name__=='__main__': main()
+if __name__=='__main__':
+    build(root/'_site')
+    print(f"{len(pages)} pages: open {root/'_site'/'index.html'}")
