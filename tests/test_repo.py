@@ -32,7 +32,7 @@ def test_in_step(fresh, fn): assert (fresh/fn.relative_to(root)).read_text() == 
 
 def shown(cell, values):
     "What a cell puts out: kinds of output, with their `values` or without"
-    outs = [o.get('data') or {o.get('name', o.output_type): o.get('text', '')} for o in cell.get('outputs', [])]
+    outs = [o.get('data') or {o.get('name', o.output_type): o.get('text', '')} for o in cell.get('outputs', []) if o.get('name')!='stderr'] # matplotlib may be building its font cache
     return [(k,''.join(v) if values else None) for o in outs for k,v in sorted(o.items())]
 
 @pytest.mark.parametrize('fn', nbs, ids=lambda o: o.stem)
