@@ -25,7 +25,7 @@ def _shown(
         html = re.sub(r'<style.*?</style>| border="1" class="dataframe"| style="text-align: right;"', '', _text(data['text/html']), flags=re.S)
         return re.sub(r'\s*\n\s*(</tr|</?t[dh])', r'\1', re.sub(r'\n\s*', '\n', html)).strip() # a line for each row
     lines = _text(o.get('text') or data.get('text/plain', '')).rstrip().split('\n')
-    return '```text\n'+'\n'.join(fill(l, 120, subsequent_indent='    ', break_long_words=False) if len(l)>140 else l for l in lines)+'\n```'
+    return '```text\n'+'\n'.join(fill(l, 100, subsequent_indent='    ', break_long_words=False) if len(l)>105 and '   ' not in l.strip() else l for l in lines)+'\n```'
 
 def blocks(
     nb:Path, # A notebook
