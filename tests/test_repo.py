@@ -1,13 +1,13 @@
 "The repository agrees with itself: modules match notebooks, notebooks are clean and run, the code is checked by ruff"
-import json,shutil,subprocess,sys
+import shutil,subprocess,sys
 from pathlib import Path
+import matplotlib.pyplot as plt
 import pytest
 from fastcore.nbio import read_nb
 from nbdev.clean import nbdev_clean
 from nbdev.config import get_config
 from nbdev.doclinks import nbdev_export
 from nbdev.test import test_nb as run_nb
-from machine import machine
 from readme import directives
 
 root = Path(__file__).parent.parent
@@ -30,20 +30,19 @@ def fresh(tmp_path_factory):
 @pytest.mark.parametrize('fn', [*sorted((root/lib).rglob('*.py')), *nbs], ids=lambda o: o.name)
 def test_in_step(fresh, fn): assert (fresh/fn.relative_to(root)).read_text() == fn.read_text()
 
-def shown(cell, values):
-    "What a cell puts out: kinds of output, with their `values` or without"
-    outs = [o.get('data') or {o.get('name', o.output_type): o.get('text', '')} for o in cell.get('outputs', []) if o.get('name')!='stderr'] # matplotlib may be building its font cache
-    return [(k,''.join(v) if values else None) for o in outs for k,v in sorted(o.items())]
+def shown(cell):
+    "The kinds of what a cell puts out"
+    return [k for o in cell.get('outputs', []) if o.get('name')!='stderr' for k in sorted(o.get('data') or [o.get('name', o.output_type)])] # matplotlib may be building its font cache
 
 @pytest.mark.parametrize('fn', nbs, ids=lambda o: o.stem)
 def test_notebook(fn, monkeypatch):
-    "It runs, and shows what is stored: to the byte on the kind of machine where that was made, since others round otherwise"
+    "It runs, and puts out what is stored, in kind: numbers and pixels differ between machines and versions of libraries"
     computed = []
+    plt.close('all') # a figure that another test left open would be shown
     monkeypatch.setattr('nbdev.test.write_nb', lambda nb, fn: computed.extend(nb.cells))
     assert run_nb(fn, skip_flags=cfg.tst_flags, basepath=root, save=True)[0]
-    same = machine()==json.loads((root/'benchmarks'/'survival.json').read_text())['machine']
     for stored,now in zip(read_nb(fn).cells, computed):
-        if not set(cfg.tst_flags) & set(directives(stored)): assert shown(stored, same)==shown(now, same), f'run the notebook again and store what it shows:\n{stored.source}'
+        if not set(cfg.tst_flags) & set(directives(stored)): assert shown(stored)==shown(now), f'run the notebook again and store what it shows:\n{stored.source}'
 
 def test_ruff():
     res = subprocess.run([sys.executable, '-m', 'ruff', 'check', '.'], cwd=root, capture_output=True, text=True)
