@@ -1,5 +1,5 @@
 "fastai's own mixed precision, for comparison; on a CPU its hard-coded 'cuda' is replaced by 'cpu'"
-from contextlib import contextmanager
+from contextlib import ExitStack,contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 import torch
@@ -15,16 +15,16 @@ def _non_native_before_fit(self, before_fit=fp16.NonNativeMixedPrecision.before_
 @contextmanager
 def fastais():
     "Within it, `to_fp16`, `to_bf16` and `to_non_native_fp16` train in half precision on a CPU as well; afterwards autocast is off, whatever they left"
-    if default_device().type!='cpu':
-        yield
-        return
-    with (patch.object(fp16, 'autocast', lambda device, **kw: torch.autocast('cpu', **kw)),
-          patch.object(fp16, 'GradScaler', lambda device, **kw: torch.amp.GradScaler('cpu', **kw)),
-          patch.object(fp16.NonNativeMixedPrecision, 'before_fit', _non_native_before_fit)):
-        depth,dtype = _nesting(),torch.get_autocast_dtype('cpu')
+    device = default_device().type
+    depth,dtype = _nesting(),torch.get_autocast_dtype(device)
+    with ExitStack() as patches:
+        if device=='cpu':
+            patches.enter_context(patch.object(fp16, 'autocast', lambda device, **kw: torch.autocast('cpu', **kw)))
+            patches.enter_context(patch.object(fp16, 'GradScaler', lambda device, **kw: torch.amp.GradScaler('cpu', **kw)))
+            patches.enter_context(patch.object(fp16.NonNativeMixedPrecision, 'before_fit', _non_native_before_fit))
         try: yield
         finally:
-            torch.set_autocast_enabled('cpu', False)
-            torch.set_autocast_dtype('cpu', dtype)
+            torch.set_autocast_enabled(device, False)
+            torch.set_autocast_dtype(device, dtype)
             for _ in range(_nesting()-depth): torch.autocast_decrement_nesting()
             torch.clear_autocast_cache()

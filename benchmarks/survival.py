@@ -23,11 +23,11 @@ trainings = {'RegNetY with Squeeze-and-Excitation on raw counts': 'regnety', 're
              'sigmoid and `BCELoss`': 'sigmoid_bce', 'targets in dollars, summed squares': 'large_units', 'loss of 1e-7': 'tiny_loss',
              'one image in a hundred with a broken pixel': 'broken_pixels', 'magnitude of small complex numbers': 'backward_only'}
 
-def figure(name, to, seed=0):
+def figure(name, to):
     "Accuracy or R² at the end, NaN where it raises"
     s = zoo[name]
     try:
-        with fastais(): return fit(getattr(s.make(seed), to)(), s.epochs, s.lr)
+        with fastais(): return fit(getattr(s.make(0), to)(), s.epochs, s.lr)
     except Exception: return math.nan
 
 # %% events in a small, healthy training
@@ -47,8 +47,7 @@ def learner(to, lr=1e-2, **kwargs):
     data = list(zip(x, x[:,:1]*x[:,1:2]+0.1))
     dls = DataLoaders(DataLoader(data, bs=16, shuffle=True), DataLoader(data, bs=64), device=default_device())
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
-    learn = getattr(Learner(dls, model, nn.MSELoss(), lr=lr, **kwargs), to)()
-    return learn
+    return getattr(Learner(dls, model, nn.MSELoss(), lr=lr, **kwargs), to)()
 
 def quiet(learn, n=2, **kwargs):
     with learn.no_bar(), learn.no_logging(): learn.fit(n, **kwargs)
@@ -89,30 +88,24 @@ def statistics(to):
     return all(b.isfinite().all() for b in learn.model.buffers()) and learns(learn)
 
 def lr_find(to):
-    learn = learner(to)
-    before = weights(learn)
-    with learn.no_bar(), learn.no_logging(), tempfile.TemporaryDirectory() as d:
-        learn.path = Path(d)
-        learn.lr_find(num_it=20, show_plot=False)
+    with tempfile.TemporaryDirectory() as d:
+        learn = learner(to, path=d)
+        before = weights(learn)
+        with learn.no_bar(), learn.no_logging(): learn.lr_find(num_it=20, show_plot=False)
     return same(before, weights(learn))
 
 def edit(to):
-    def clamp(learn):
+    def fill(learn):
         for p in learn.model.parameters(): p.data.fill_(0.5)
-    learn = learner(to, cbs=Do('after_step', clamp), lr=0.)
-    quiet(learn)
+    learn = quiet(learner(to, cbs=Do('after_step', fill), lr=0.))
     return all((p==0.5).all() for p in learn.model.parameters())
 
 def load(to):
     with tempfile.TemporaryDirectory() as d:
-        other = learner('to_fp32')
+        other = learner('to_fp32', path=d)
         for p in other.model.parameters(): p.data.fill_(0.3)
-        other.path = Path(d)
-        other.create_opt()
-        other.save('other')
-        learn = learner(to, cbs=Do('after_step', lambda learn: learn.load('other', with_opt=False)), lr=0.)
-        learn.path = Path(d)
-        quiet(learn)
+        other.save('other', with_opt=False)
+        learn = quiet(learner(to, cbs=Do('after_step', lambda learn: learn.load('other', with_opt=False)), lr=0., path=d))
     return all((p==torch.tensor(0.3)).all() for p in learn.model.parameters())
 
 def clip(to):
@@ -123,15 +116,12 @@ def clip(to):
     moved = sum((a-b).square().sum() for a,b in zip(before, weights(learn))).sqrt().item()
     return moved<=1.01e-3*len(learn.dls.train)
 
-def twice(to):
-    learn = getattr(learner(to), to)()
-    return learns(learn)
+def twice(to): return learns(getattr(learner(to), to)())
 
 def validate(to):
     def check(learn):
         with learn.no_bar(), learn.no_logging(): Learner.validate(learn)
-    learn = learner(to, cbs=Do('after_batch', check))
-    return learns(quiet(learn))
+    return learns(quiet(learner(to, cbs=Do('after_batch', check))))
 
 def mid_fit_checkpoint(to):
     "What is saved in the middle of a fit are the weights of fp32"
@@ -143,10 +133,7 @@ def mid_fit_checkpoint(to):
 def resume(to):
     "After overflows, which lowered the loss scale"
     with tempfile.TemporaryDirectory() as d:
-        def make():
-            learn = learner(to, cbs=Spoil([6,12], backward=True))
-            learn.path = Path(d)
-            return learn
+        def make(): return learner(to, cbs=Spoil([6,12], backward=True), path=d)
         whole = quiet(make(), 4, cbs=SaveModelCallback(every_epoch=True, fname='epoch', with_opt=True))
         again = make()
         again.spoil.i = 16

@@ -647,7 +647,7 @@ def diagnose(
 def _judge(case, half, only=_any):
     "The report on a batch that is finite in fp32"
     kind,top = str(case.dtype).split('.')[-1],torch.finfo(case.dtype).max
-    scale,was = case.scale,case.scale
+    scale = case.scale
     spoilt = case.spoilt(half)
     if half.finite: case.silent = bool(spoilt) or deviation(half.pred, case.fp32.pred)>0.1
     phase,frame = case.fault(half, only)
@@ -676,7 +676,7 @@ def _judge(case, half, only=_any):
     if half.error is not None and phase!='backward':
         text = f"{what}{where} raises in {kind}: {str(half.error).rstrip('.')}."
     elif phase=='backward':
-        text = f"The derivative of {what}{where} is not finite in {kind}, {'not even ' if scale<was else ''}at the loss scale {scale:g}; in fp32 it is."
+        text = f"The derivative of {what}{where} is not finite in {kind}, {'not even ' if scale<case.scale else ''}at the loss scale {scale:g}; in fp32 it is."
     elif phase=='loss': text = f"{what}{where} is not finite for predictions that {kind} has rounded; in fp32 it is at most {ref:.3g}."
     elif ref>top: text = f"{what}{where} gives numbers up to {ref:.3g}, and {kind} ends at {top:g}."
     elif taken>top: text = f"{what}{where} takes in numbers up to {taken:.3g}, and {kind} ends at {top:g}."

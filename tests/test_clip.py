@@ -2,8 +2,8 @@
 import math
 import pytest,torch
 from fastai.basics import Callback,DataLoader,DataLoaders,Learner,SGD,nn,set_seed,store_attr,trainable_params
-from fastai.callback import fp16 as fastai_fp16
 from fastai_amp16.all import GradientNormClip
+from fastais import fastais
 
 class Watch(Callback):
     "The gradients that the optimizer sees"
@@ -18,7 +18,7 @@ def learner(cbs, splitter=trainable_params, scale=1.):
     return Learner(dls, nn.Sequential(nn.Linear(8,32), nn.ReLU(), nn.Linear(32,1)), nn.MSELoss(), SGD, lr=1e-3, splitter=splitter, cbs=cbs)
 
 def fit(learn, n=2):
-    with learn.no_bar(), learn.no_logging(): learn.fit(n)
+    with fastais(), learn.no_bar(), learn.no_logging(): learn.fit(n)
     return learn
 
 def two_groups(m): return [list(m[0].parameters()),list(m[2].parameters())]
@@ -30,19 +30,11 @@ class TorchClip(Callback):
     def before_fit(self): self.norms = []
     def before_step(self): self.norms.append(nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm, self.norm_type).item())
 
-def fastai_to_fp16(learn, monkeypatch):
-    "fastai's own, with its 'cuda' replaced by 'cpu'"
-    monkeypatch.setattr(fastai_fp16, 'autocast', lambda device, **kw: torch.autocast('cpu', **kw))
-    monkeypatch.setattr(fastai_fp16, 'GradScaler', lambda device, **kw: torch.amp.GradScaler('cpu', **kw))
-    return learn.to_fp16()
-
 @pytest.mark.parametrize('to', ['to_fp32','to_fp16','to_fp16_dynamic','to_bf16_dynamic'])
 @pytest.mark.parametrize('norm_type,max_norm', [(2.,1.2), (1.,11.), (math.inf,0.5)])
 @pytest.mark.parametrize('splitter', [trainable_params, two_groups])
-def test_is_torchs_clipping_of_the_true_gradients(to, norm_type, max_norm, splitter, monkeypatch):
-    def run(cb):
-        learn = learner([cb, Watch()], splitter)
-        return fit(fastai_to_fp16(learn, monkeypatch) if to=='to_fp16' else getattr(learn, to)())
+def test_is_torchs_clipping_of_the_true_gradients(to, norm_type, max_norm, splitter):
+    def run(cb): return fit(getattr(learner([cb, Watch()], splitter), to)())
     ours,ref = run(GradientNormClip(max_norm, norm_type)),run(TorchClip(max_norm, norm_type))
     norms = ours.gradient_norm_clip.norms
     assert norms==pytest.approx(ref.torch_clip.norms, rel=1e-5) and len(norms)==8
@@ -50,10 +42,10 @@ def test_is_torchs_clipping_of_the_true_gradients(to, norm_type, max_norm, split
     for a,b in zip(ours.watch.seen, ref.watch.seen): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     for g,n in zip(ours.watch.seen, norms): assert g.norm(p=norm_type).item()==pytest.approx(min(n, max_norm), rel=1e-4)
 
-def test_norms_agree_across_precisions(monkeypatch):
+def test_norms_agree_across_precisions():
     "True gradients: whatever the loss scale"
     norms = [fit(to(learner(GradientNormClip(1.)))).gradient_norm_clip.norms for to in (Learner.to_fp32, Learner.to_fp16_dynamic,
-             lambda l: l.to_fp16_dynamic(init_scale=8.), lambda l: fastai_to_fp16(l, monkeypatch))]
+             lambda l: l.to_fp16_dynamic(init_scale=8.), Learner.to_fp16)]
     for n in norms[1:]: assert n==pytest.approx(norms[0], rel=2e-2)
 
 def test_gradients_changed_in_between_are_the_ones_to_clip():
