@@ -366,13 +366,19 @@ def _optimizer(e):
         "that are mostly rounding errors become full steps.", f"learn.opt_func,learn.opt = {new},None")
 
 # %% ../nbs/06_doctor.ipynb #067e09cc
+def _instructions():
+    "What the CPU has, by torch's names"
+    c = torch.cpu
+    if hasattr(c, 'get_capabilities'): return c.get_capabilities()
+    return dict(amx_bf16=c._is_amx_tile_supported(), avx512_bf16=c._is_avx512_bf16_supported(), bf16=not c._is_avx2_supported()) # not x86: who knows
+
 class _Device(namedtuple('_Device', 'type name capability emulates_bf16 fast', defaults=('', None, False, ()))):
     "`capability` as torch gives it, `None` without CUDA; `fast`: which kinds of half precision a CPU has instructions for"
     @classmethod
     def of(cls, device):
         if device.type=='cuda' and torch.version.hip is None:
             return cls('cuda', torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), _emulates_bf16(device))
-        has = getattr(torch.cpu, 'get_capabilities', dict)() if device.type=='cpu' else {}
+        has = _instructions() if device.type=='cpu' else {}
         kinds = dict(fp16=('amx_fp16','avx512_fp16','fp16_arith'), bf16=('amx_bf16','avx512_bf16','bf16'))
         return cls(device.type, fast=[k for k,names in kinds.items() if any(map(has.get, names))])
     @property
@@ -382,9 +388,10 @@ class _Device(namedtuple('_Device', 'type name capability emulates_bf16 fast', d
 
 def _device(d, dtype):
     "`Finding`s on the device `d`"
-    if d.type=='cpu' and dtype==torch.float16 and 'fp16' not in d.fast:
-        fast = 'learn.to_bf16_dynamic()' if 'bf16' in d.fast else 'learn.to_fp32()'
-        yield Finding('info', None, "fp16 on this CPU is for tests: it is slower than fp32.", fast)
+    kind,other = ('fp16','bf16') if dtype==torch.float16 else ('bf16','fp16')
+    if d.type=='cpu' and kind not in d.fast:
+        fact = "fp16 on this CPU is for tests: it is" if kind=='fp16' else "This CPU has no instructions for bf16, which is then"
+        yield Finding('info', None, f"{fact} slower than fp32.", f'learn.to_{other}_dynamic()' if other in d.fast else 'learn.to_fp32()')
     if d.capability is None: return
     if d.turing_without:
         yield Finding('warning', None, f"{d.name} has no tensor cores, and its kind is known for NaNs in fp16 (pytorch#58123).", 'learn.to_fp32()')

@@ -34,7 +34,8 @@ class FusedAdam(Optimizer):
 
     def zero_grad(self):
         "Set the gradients to `None`: what gets none in the next backward pass is not stepped"
-        for p,*_ in self.all_params(): p.grad = None
+        for pg in self.param_lists:
+            for p in pg: p.grad = None
 
 # %% ../nbs/02_optimizer.ipynb #93f85310
 def _like(p, t):
@@ -42,12 +43,12 @@ def _like(p, t):
     return t if t.stride()==p.stride() else torch.empty_like(p).copy_(t)
 
 @patch
-def _moments(self:FusedAdam, p):
-    "The state of `p`, made at its first step"
-    state = self.state[p]
-    if 'step' not in state: state.update(step=0, grad_avg=torch.zeros_like(p), sqr_avg=torch.zeros_like(p))
+def _laid_out(self:FusedAdam, p, state):
+    "What the kernel takes, which walks through memory: `p` without gaps, gradient and moments in its layout, complex numbers as pairs"
     for k in ('grad_avg','sqr_avg'): state[k] = _like(p, state[k]) # `p` may have become channels_last
-    return state
+    dense = _like(state['grad_avg'], p)
+    ts = dense,_like(dense, p.grad),state['grad_avg'],state['sqr_avg']
+    return dense,[torch.view_as_real(t) for t in ts] if p.is_complex() else ts
 
 @patch
 @torch.no_grad()
@@ -58,20 +59,21 @@ def step(self:FusedAdam,
     if closure is not None: raise NotImplementedError("fastai optimizers currently do not support closure")
     calls,views = defaultdict(list),[]
     for pg,hyper in zip(self.param_lists, self.hypers):
+        hypers,wd = tuple(float(hyper[k]) for k in ('lr','mom','sqr_mom','eps')),float(hyper['wd'])
         for p in pg:
-            if p.grad is None or not p.requires_grad: continue
-            state = self._moments(p)
+            if (g:=p.grad) is None or not p.requires_grad: continue
+            state = self.state[p]
+            if 'step' not in state: state.update(step=0, grad_avg=torch.zeros_like(p), sqr_avg=torch.zeros_like(p))
             state['step'] += 1
-            key = *(hyper[k] for k in ('lr','mom','sqr_mom','eps')),hyper['wd'] if state.get('do_wd', True) else 0.,state['step'],p.device,p.dtype
-            dense = _like(state['grad_avg'], p) # the kernel walks through memory and would step into the gaps of a view
-            if dense is not p: views.append((p, dense))
-            ts = dense,_like(dense, p.grad),state['grad_avg'],state['sqr_avg']
-            calls[key].append([torch.view_as_real(t) for t in ts] if p.is_complex() else ts)
+            ts = p,g,state['grad_avg'],state['sqr_avg']
+            if p.is_complex() or not p.stride()==g.stride()==ts[2].stride()==ts[3].stride():
+                dense,ts = self._laid_out(p, state)
+                if dense is not p: views.append((p, dense))
+            calls[hypers, wd if state.get('do_wd', True) else 0., state['step'], p.device, p.dtype].append(ts)
     fused = torch._fused_adamw_ if self.decouple_wd else torch._fused_adam_
-    for (lr,mom,sqr_mom,eps,wd,n,device,_),tensors in calls.items():
+    for ((lr,mom,sqr_mom,eps),wd,n,device,_),tensors in calls.items():
         steps = [torch.full((), n, dtype=torch.float32, device=device)]*len(tensors)
-        fused(*map(list, zip(*tensors)), [], steps, lr=float(lr), beta1=float(mom), beta2=float(sqr_mom), weight_decay=float(wd),
-              eps=float(eps), amsgrad=False, maximize=False)
+        fused(*map(list, zip(*tensors)), [], steps, lr=lr, beta1=mom, beta2=sqr_mom, weight_decay=wd, eps=eps, amsgrad=False, maximize=False)
     for p,dense in views: p.copy_(dense)
 
 # %% ../nbs/02_optimizer.ipynb #44fd9eca

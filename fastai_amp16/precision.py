@@ -87,7 +87,7 @@ def cast_floats(
     if isinstance(o, Tensor):
         if o.dtype not in types: return o
         res = o.to(dtype)
-        if not torch.compiler.is_compiling(): res.__dict__.update(o.__dict__) # fastai's `SequentialEx` hangs the input of a block on a tensor
+        if not torch.compiler.is_compiling() and o.__dict__: res.__dict__.update(o.__dict__) # fastai's `SequentialEx` hangs the input of a block on a tensor
         return res
     if is_dataclass(o) and not isinstance(o, (type,MutableMapping)):
         res = copy.copy(o)
@@ -111,17 +111,24 @@ class _Fp32Forward:
         self.how = {'cache_enabled':False} if own_code else {} # a mark for the modules inside, which an activation checkpoint restores
         self.own = own.own if isinstance(own, _Fp32Forward) else own # of another plan, or of a copy made in the middle of a batch
         self.before,self.placed = None,False # what stood in its place, and whether it stands there
-        # CUDA's batch norms read fp16 and compute in fp32 with fp32 parameters: a cast of their input would only cost memory
+        # CUDA's batch norms read fp16 and compute in fp32 with fp32 parameters: a cast of their input would only cost memory. The CPU's do so as
+        # well, but their gradients overflow where input or gradient is not contiguous
         self.mixed_kernel = not kept and device_type=='cuda' and type(module).__module__.startswith('torch.nn.') and isinstance(module, _BatchNorm)
 
     def forward(self, *args, **kwargs):
         return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args, **kwargs):
-        if self.mixed_kernel or not torch.is_autocast_enabled(self.device_type): return self.forward(*args, **kwargs)
-        with torch.autocast(self.device_type, enabled=False, **self.how):
-            res = self.forward(*cast_floats(args), **{k: cast_floats(v) for k,v in kwargs.items()})
+        dev = self.device_type
+        if self.mixed_kernel or not torch.is_autocast_enabled(dev): return self.forward(*args, **kwargs)
         dtypes = [o.dtype for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()]
+        args,kwargs = [cast_floats(o) for o in args],{k: cast_floats(v) for k,v in kwargs.items()}
+        if self.how or torch.compiler.is_compiling():
+            with torch.autocast(dev, enabled=False, **self.how): res = self.forward(*args, **kwargs)
+        else: # the same, for a fifth of the time
+            torch.set_autocast_enabled(dev, False)
+            try: res = self.forward(*args, **kwargs)
+            finally: torch.set_autocast_enabled(dev, True)
         if self.kept or not dtypes or dtypes[0] not in _half_types: return res
         return cast_floats(res, dtypes[0], (torch.float32,))
 
@@ -164,6 +171,27 @@ class _Graph:
     def __del__(self):
         self.plan.graphs -= 1
         if not self.plan.graphs: self.plan.release()
+
+# %% ../nbs/01_precision.ipynb #693f1b29
+_bucket = 25*2**20,256
+
+def _buckets(ps):
+    "`ps` in consecutive parts of up to 25 MiB and 256 tensors; one that is larger is a part of its own"
+    res,left = [],-1
+    for p in ps:
+        left -= (n := p.nbytes)
+        if left<0 or len(res[-1])==_bucket[1]:
+            res.append([])
+            left = _bucket[0]-n
+        res[-1].append(p)
+    return res
+
+def _half_copies(ps, dtype, graph):
+    "Each of `ps` with its copy"
+    for some in _buckets(ps):
+        copies = _HalfCopies.apply(dtype, graph, *some)
+        copies[0].grad_fn._set_sequence_nr(2**63) # as soon as its gradients are there: backward, what came first waits for all others
+        yield from zip(some, copies)
 
 # %% ../nbs/01_precision.ipynb #a20f0827
 _convs = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -241,7 +269,9 @@ class PrecisionPlan:
         inside_own = {c for m in own for c in m.children() if not c._modules} # whose weights that code may use itself: autocast casts them
         self.slots = [(m._parameters,n) for m in model.modules() if m not in {*inside,*own,*inside_own} for n in _half_names(m)
                       if m._parameters.get(n) is not None and not is_lazy(m._parameters[n])]
-        self.buffers = [(c._buffers,n) for m in self.norms.values() for c in m.modules() for n in c._buffers]
+        buffers = [(c._buffers,n) for m in self.norms.values() for c in m.modules() for n in c._buffers]
+        def kind(o): return (id(o[0]),o[1]) if (b:=o[0][o[1]]) is None else (b.dtype,b.device,b.ndim==0) # what is not there yet is alone
+        self.buffers = list(groupby(buffers, kind).values())
 
     @property
     def device_type(self) -> str:
@@ -316,7 +346,7 @@ def forward_pass(self:PrecisionPlan,
     try:
         self.place()
         with torch.enable_grad(): # for gradients that the model takes itself, also in a validation
-            if graph: masters.update(zip(graph, _HalfCopies.apply(self.dtype, running, *graph)))
+            masters.update(_half_copies(graph, self.dtype, running))
         if frozen: masters.update(zip(frozen, _cast_all([p.detach() for p in frozen], self.dtype)))
         for d,n,p in slots: d[n] = masters[p]
         marks = _marks(masters.values())
@@ -347,12 +377,15 @@ def half_forward(
 @patch
 def note_buffers(self:PrecisionPlan) -> list: # What `restore_buffers` takes
     "Copies of the norms' buffers: running statistics and batch counts"
-    by_dtype = groupby([(d,n,d[n]) for d,n in self.buffers if d[n] is not None], lambda o: o[2].dtype) # multi-tensor kernels want one dtype
-    return [(d,n,c) for g in by_dtype.values() for (d,n,_),c in zip(g, _cast_all([t for *_,t in g], None))]
+    there = [[o for o in g if o[0][o[1]] is not None] for g in self.buffers]
+    def joined(ts): return torch.stack(ts) if ts[0].ndim==0 else torch.cat([t.flatten() for t in ts]) # one operation for all
+    return [(g, joined([d[n] for d,n in g])) for g in there if g]
 
 @patch
 def restore_buffers(self:PrecisionPlan,
     noted:list # From `note_buffers`
 ):
     "Put the norms' buffers back to what was `noted`, in place"
-    for d,n,c in noted: d[n].copy_(c)
+    for g,flat in noted:
+        now = [d[n] for d,n in g]
+        for t,c in zip(now, flat.split([t.numel() for t in now])): t.copy_(c.view(t.shape))

@@ -33,7 +33,7 @@ class DynamicScaler(GradScaler):
         init_scale:float=2.**16, # Loss scale of the first step; powers of two scale without rounding
         growth_factor:float=2., # Multiplies the scale after `growth_interval` steps in a row without overflow
         backoff_factor:float=.5, # Multiplies the scale at an overflow
-        growth_interval:int=2000, # Steps in a row without overflow until the scale grows
+        growth_interval:int=500, # Steps in a row without overflow until the scale grows
         hysteresis:int=1, # Back off at this overflow (1: the first) and at each one after it; growth fills the tolerance up again
         min_scale:float=2.**-14, # Floor: at least 2**-126, below which fp32 cannot hold the inverse
         max_scale:float=2.**24, # Ceiling: `math.inf` for none
@@ -62,8 +62,8 @@ class DynamicScaler(GradScaler):
         return self._init_scale if self._enabled else 1.
     def _get_growth_tracker(self): return self._init_growth_tracker if self._enabled else 0
     def _set_scale(self, scale):
-        self._init_scale = min(max(self.min_scale, scale), self.max_scale, _fp32.max) # in this order NaN gives `min_scale`
-        if self._scale is not None: self._scale.fill_(self._init_scale)
+        before,self._init_scale = self._init_scale,min(max(self.min_scale, scale), self.max_scale, _fp32.max) # in this order NaN gives `min_scale`
+        if self._scale is not None and self._init_scale!=before: self._scale.fill_(self._init_scale)
 
 # %% ../nbs/00_scaler.ipynb #5ca29d56
 @patch

@@ -215,3 +215,15 @@ def test_what_does_not_change_is_not_copied_again():
     learn.add_cb(see)
     fit(learn, 1)
     assert len(seen)==4 and len(seen[0])>2 and not any(seen[1:])
+
+def test_of_any_dtype():
+    class Spectrum(Carries):
+        by = 1.
+        def __init__(self):
+            super().__init__()
+            for k,dtype in dict(c=torch.complex64, d=torch.float64, i=torch.int64).items(): self.register_buffer(k, torch.ones(16, dtype=dtype))
+        def carry(self, h):
+            for k in 'cdi': setattr(self, k, getattr(self, k)+h.detach().mean(0).to(getattr(self, k).dtype))
+            return h
+    learn = fit(learner(Spectrum, cbs=Poison({2}, 'forward')).to_fp16_dynamic())
+    assert learn.mixed_precision.history.skipped.tolist()==[False]*2+[True]+[False]*5 and learn.model.c.isfinite().all() and learn.model.d.isfinite().all()

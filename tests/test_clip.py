@@ -2,7 +2,7 @@
 import math
 import pytest,torch
 from fastai.basics import Callback,DataLoader,DataLoaders,Learner,SGD,nn,set_seed,store_attr,trainable_params
-from fastai_amp16.all import GradientNormClip
+from fastai_amp16.all import GradientNormClip,scale_grads
 from fastais import fastais
 
 class Watch(Callback):
@@ -102,3 +102,10 @@ def test_plot():
 def test_bad_input(max_norm):
     with pytest.raises(ValueError, match='max_norm='): GradientNormClip(max_norm)
     with pytest.raises(ValueError, match='norm_type='): GradientNormClip(1., max_norm)
+
+@pytest.mark.parametrize('dtypes', [[torch.float32]*3, [torch.float64]*2, [torch.float32,torch.float64,torch.complex64], [torch.complex64,torch.float32]])
+def test_scale_grads_is_multiplication(dtypes):
+    grads = [torch.randn(3, dtype=o) for o in dtypes]
+    scaled = [g*(1/3) for g in grads]
+    scale_grads(grads, 1/3)
+    for a,b in zip(grads, scaled): torch.testing.assert_close(a, b, rtol=0, atol=0)

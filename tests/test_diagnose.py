@@ -745,6 +745,11 @@ def test_one_loud_batch_in_ten_does_not_set_the_scale():
     learn = fit(learner(n=1600, cbs=Loud()).to_fp16_dynamic(growth_interval=10**6), 1)
     assert learn.mixed_precision.skipped==10 and learn.mixed_precision.scaler.get_scale()==2**6 and learn.mixed_precision.promoted==[]
 
+def test_a_scale_that_looks_for_its_limit():
+    "It grows until it overflows, and again: business as usual, however often"
+    mp = fit(learner(n=1600).to_fp16_dynamic(growth_interval=3, max_scale=2.**40), 1).mixed_precision
+    assert mp.skipped>12 and mp.reports==[] and mp.promoted==[]
+
 @pytest.mark.parametrize('n', [256, 320])
 def test_validation_is_judged_by_its_own_batch(n):
     "Not by the last of training, which may have been noted: the 16th, or any after a NaN"

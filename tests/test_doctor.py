@@ -271,11 +271,20 @@ T4,V100,A100 = _Device('cuda', 'Tesla T4', (7,5), True),_Device('cuda', 'Tesla V
     (T4, '', 'to_fp16_dynamic'), (V100, '', 'to_fp16_dynamic'), (A100, '', ''),
     (_Device('cuda', 'NVIDIA GeForce GTX 1650', (7,5), True), 'to_fp32', 'to_fp32'), (_Device('cuda', 'NVIDIA T1000', (7,5), True), 'to_fp32', 'to_fp32'),
     (_Device('cuda', 'NVIDIA GeForce GTX 1080', (6,1), True), 'to_fp32', 'to_fp32'), (_Device('cuda', 'NVIDIA GeForce RTX 2080', (7,5), True), '', 'to_fp16_dynamic'),
-    (_Device('cpu'), 'to_fp32', ''), (_Device('cpu', fast=['bf16']), 'to_bf16_dynamic', ''), (_Device('cpu', fast=['fp16']), '', ''), (_Device('mps'), '', '')], ids=lambda o: getattr(o, 'name', None))
+    (_Device('cpu'), 'to_fp32', 'to_fp32'), (_Device('cpu', fast=['bf16']), 'to_bf16_dynamic', ''), (_Device('cpu', fast=['fp16']), '', 'to_fp16_dynamic'), (_Device('mps'), '', '')], ids=lambda o: getattr(o, 'name', None))
 def test_device(device, fp16, bf16):
     for dtype,remedy in ((torch.float16,fp16),(torch.bfloat16,bf16)):
         found = list(_device(device, dtype))
         assert bool(found)==bool(remedy) and (not found or remedy in found[0].remedy)
+
+@pytest.mark.parametrize('has,fast', [({}, []), (dict(avx512_bf16=True), ['bf16']), (dict(amx_bf16=True, amx_fp16=True), ['fp16','bf16']), (dict(bf16=True), ['bf16'])])
+def test_instructions_of_a_cpu(has, fast, monkeypatch):
+    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: has, raising=False)
+    assert _Device.of(torch.device('cpu')).fast==fast
+    monkeypatch.delattr(torch.cpu, 'get_capabilities') # as in torch 2.6, which asks for each
+    for k in ('amx_tile','avx512_bf16'): monkeypatch.setattr(torch.cpu, f'_is_{k}_supported', lambda k=k: k.replace('tile', 'bf16') in has)
+    monkeypatch.setattr(torch.cpu, '_is_avx2_supported', lambda: 'bf16' not in has)
+    assert ('bf16' in _Device.of(torch.device('cpu')).fast)==('bf16' in fast)
 
 def test_this_device(): assert _Device.of(torch.device('cpu')).type=='cpu' and not findings(learner(nn.Linear(8, 4)))
 

@@ -204,6 +204,30 @@ def test_norms_compute_in_fp32(name):
         torch.testing.assert_close(a.grad.double(), b.grad, rtol=2e-3, atol=2e-3*b.grad.abs().max().item())
     for a,b in zip(norm.buffers(), exact_norm.buffers()): torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-2)
 
+@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
+@pytest.mark.parametrize('shape,layout', [((8,16), None), ((4,16,8,8), None), ((4,16,8,8), torch.channels_last), ((4,16,4,4,4), torch.channels_last_3d)])
+@pytest.mark.parametrize('after', [lambda x: x, lambda x: x.transpose(0, 1)], ids=['','transposed'])
+def test_batch_norms_of_any_layout(dtype, shape, layout, after):
+    "Beside float64, with numbers near the end of fp16: the CPU's half-precision kernels overflow, backward, where input or gradient is not contiguous"
+    torch.manual_seed(0)
+    norm = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(shape)](16)
+    nn.init.uniform_(norm.weight)
+    x = ((torch.rand(shape)*2-1)*6e4).to(dtype)
+    if layout: x = x.to(memory_format=layout)
+    exact_norm,exact_x,inp = copy.deepcopy(norm).double(),x.double().requires_grad_(),x.clone().requires_grad_()
+    exact = after(exact_norm(exact_x))
+    grad = torch.randn(exact.shape).to(dtype)
+    exact.backward(grad.double())
+    with half_forward(norm, dtype): out = after(norm(inp))
+    out.backward(grad)
+    close = 4*torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), exact, rtol=close, atol=close)
+    torch.testing.assert_close(inp.grad.double(), exact_x.grad, rtol=close, atol=close*exact_x.grad.abs().max().item()+6e-8)
+    def inside(m): return m.weight.grad,m.bias.grad,m.running_mean,m.running_var
+    for a,b in zip(inside(norm), inside(exact_norm)):
+        assert a.dtype==torch.float32
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5*b.abs().max().item())
+
 def test_what_a_norm_is():
     for make,_ in norms.values(): assert is_norm(make())
     assert is_norm(nn.LazyBatchNorm2d())
@@ -416,10 +440,30 @@ def test_compiled(backend): # `fullgraph` raises where the graph breaks
     ref = run(net, vec, half_forward, torch.float16)
     same(ref, run(lambda: torch.compile(net(), backend=backend, fullgraph=True), vec, half_forward, torch.float16))
 
+def test_a_module_without_weights_to_cast():
+    net = nn.Sequential(nn.LayerNorm(4))
+    with half_forward(net): net(torch.ones(2,4).half()).sum().backward()
+    assert net[0].weight.grad is not None
+
+def test_gradients_of_large_weights_do_not_wait_for_each_other():
+    "Those of the last layer are in fp32 already, and their half-precision ones free, when the first layer's are computed"
+    net,there = nn.Sequential(*[nn.Linear(2600, 2600, bias=False) for _ in range(3)]),[] # 26 MiB each
+    for i,m in enumerate(net): m.weight.register_post_accumulate_grad_hook(lambda p, i=i: there.append(f'grad {i}'))
+    for i,m in enumerate(net): m.register_full_backward_hook(lambda m, gi, go, i=i: there.append(f'layer {i}'))
+    x = torch.randn(1, 2600, requires_grad=True)
+    with half_forward(net, torch.bfloat16): out = net(x)
+    out.sum().backward()
+    assert there.index('grad 2')<there.index('layer 1') and there.index('grad 1')<there.index('layer 0') and len(there)==6
+    ref = copy.deepcopy(net)
+    ref.zero_grad()
+    with torch.autocast('cpu', torch.bfloat16): ref(x).sum().backward()
+    for a,b in zip(net.parameters(), ref.parameters()): assert torch.equal(a.grad, b.grad)
+
 # --- norm statistics
 
-def test_buffers_are_put_back():
-    net = nn.Sequential(nn.Linear(4,4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False))
+@pytest.mark.parametrize('norms', [[nn.BatchNorm1d(4)], [nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False)]], ids=['one','more'])
+def test_buffers_are_put_back(norms):
+    net = nn.Sequential(nn.Linear(4,4), *copy.deepcopy(norms))
     plan = PrecisionPlan(net)
     with plan.forward_pass(): net(torch.randn(6,4))
     before,ids = {k:v.clone() for k,v in net.state_dict().items()},[id(b) for b in net.buffers()]
@@ -428,6 +472,24 @@ def test_buffers_are_put_back():
     assert net[1].running_mean.isnan().any()
     plan.restore_buffers(noted)
     assert all(torch.equal(v, before[k]) for k,v in net.state_dict().items()) and ids==[id(b) for b in net.buffers()]
+
+def test_buffers_that_come_later():
+    class LateNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer('top', None)
+            self.weight = nn.Parameter(torch.ones(4))
+        def forward(self, x):
+            self.top = x.abs().max() if self.top is None else torch.maximum(self.top, x.abs().max())
+            return self.weight*x/self.top
+    net = LateNorm()
+    plan = PrecisionPlan(net)
+    plan.restore_buffers(plan.note_buffers())
+    with plan.forward_pass(): net(torch.ones(2,4))
+    noted = plan.note_buffers()
+    with plan.forward_pass(): net(torch.full((2,4), math.inf))
+    plan.restore_buffers(noted)
+    assert net.top==1
 
 # --- bad input
 
