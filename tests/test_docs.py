@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fastcore.docments import docments
 from fastcore.nbio import read_nb
-import docs,readme,survival
+import docs,readme,report,survival
 
 root = Path(__file__).parent.parent
 nbs = sorted((root/'nbs').rglob('*.ipynb'))
@@ -16,6 +16,13 @@ def test_readme_is_the_index():
     text,pictures = readme.make()
     assert (root/'README.md').read_text()==text, 'run `python tools/readme.py`'
     assert {p: (root/p).read_bytes() for p in pictures}==pictures and len(pictures)==len(list((root/'nbs'/'images').iterdir()))
+
+def test_report_is_made_of_the_results():
+    text = (root/'benchmarks'/'README.md').read_text()
+    assert text==report.make(), 'run `python benchmarks/report.py`'
+    for o in re.findall(r'\]\((?!https?:)([^)#]*)', text): assert (root/'benchmarks'/o).exists(), o
+    listed = set(re.findall(r'^\| `(\w+)\.py` \|', text, re.M))
+    assert listed=={fn.stem for fn in (root/'benchmarks').glob('*.py') if '--out' in fn.read_text() or fn.with_suffix('.json').exists()}
 
 def test_readme_names_what_there_is():
     text = (root/'README.md').read_text()

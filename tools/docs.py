@@ -14,7 +14,7 @@ scripts = [*sorted((root/lib).glob('[!_]*.py')), *sorted((root/'benchmarks').glo
 
 def _stem(nb): return nb.stem.split('_', 1)[-1]
 pages = {nbs/'index.ipynb': 'index.md', **{o: f'{_stem(o)}.md' for o in library}, **{o: f'tutorials/{_stem(o)}.md' for o in tutorials},
-         **{o: f'source/{o.parent.name}/{o.stem}.md' for o in scripts}, **{root/o: o for o in ('CHANGELOG.md','CONTRIBUTING.md')}}
+         **{o: f'source/{o.parent.name}/{o.stem}.md' for o in scripts}, **{root/o: o for o in ('CHANGELOG.md','CONTRIBUTING.md')}, root/'benchmarks'/'README.md': 'benchmarks.md'}
 
 # %% what is in a module
 def names(text, module):
@@ -77,7 +77,7 @@ def title(nb): return re.search(r'^# (.*)', read_nb(nb).cells[0].source)[1]
 def config(out):
     "The settings of MkDocs, which writes to `out`"
     def module_pages(folder): return [{o.name: pages[o]} for o in scripts if o.parent.name==folder]
-    nav = [{'Overview': 'index.md'}, {'Tutorials': [{title(o): pages[o]} for o in tutorials]}, {'Library': [{title(o): pages[o]} for o in library]},
+    nav = [{'Overview': 'index.md'}, {'Tutorials': [{title(o): pages[o]} for o in tutorials]}, {'Library': [{title(o): pages[o]} for o in library]}, {'Benchmarks': 'benchmarks.md'},
            {'Source': module_pages(lib)+[{'benchmarks': module_pages('benchmarks')}]}, {'Changelog': 'CHANGELOG.md'}, {'Contributing': 'CONTRIBUTING.md'}]
     palette = [dict(media=f'(prefers-color-scheme: {o})', scheme=s, primary='indigo', toggle=dict(icon='material/brightness-6', name=f'To the {other} page'))
                for o,s,other in (('light','default','dark'), ('dark','slate','light'))]
@@ -100,7 +100,9 @@ def build(out):
             (site/to).parent.mkdir(exist_ok=True, parents=True)
             if path.suffix=='.ipynb': text = render(path, site)
             elif path.suffix=='.py': text = f'---\nsearch:\n  exclude: true\n---\n\n# {path.relative_to(root)}\n\n```python linenums="1"\n{path.read_text()}\n```'
-            else: text = linked(path.read_text(), path)
+            else:
+                text = linked(path.read_text(), path)
+                for o in re.findall(r'\]\((\w+\.(?:png|json))\)', text): shutil.copy(path.parent/o, (site/to).parent)
             (site/to).write_text(text)
         (Path(d)/'mkdocs.yml').write_text(yaml.safe_dump(config(out), sort_keys=False))
         subprocess.run([sys.executable, '-m', 'mkdocs', 'build', '--quiet', '--strict'], cwd=d, check=True, env={**os.environ, 'NO_MKDOCS_2_WARNING': '1'}) # the successor of MkDocs is no concern of who reads this

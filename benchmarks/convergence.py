@@ -1,0 +1,98 @@
+"Where trainings end in fp16 and in bf16, next to where they end in fp32, over the same seeds"
+import argparse,json,math,warnings,zlib
+from pathlib import Path
+import fastai,torch
+from fastcore.all import nested_attr
+from matplotlib.figure import Figure
+from scipy.stats import t as student
+from trainings import Callback,trainings # first: it hides a warning of fastai's import
+from fastais import fastais
+from machine import machine
+
+contenders = ('to_fp32','to_fp16','to_fp16_dynamic','to_bf16_dynamic')
+
+class Watch(Callback):
+    "Counts skipped steps, and takes a checksum of the first weights and all batches"
+    order,skipped,checksum = -5,0,0
+    def _add(self, tensors):
+        for o in tensors: self.checksum = zlib.crc32(o.detach().cpu().numpy().tobytes(), self.checksum)
+    def before_fit(self): self._add(self.model.parameters())
+    def before_batch(self): self._add((*self.xb, *self.yb))
+    def after_cancel_step(self): self.skipped += 1
+
+def run(name, to, seed):
+    "The last figure of a training, `None` where there is none, and what else is to be known of it"
+    t,watch,figure,error = trainings[name],Watch(),math.nan,None
+    learn = t.make(seed).add_cb(watch)
+    try:
+        with fastais(), learn.no_bar(), learn.no_logging(): getattr(learn, to)().fit_one_cycle(t.epochs, t.lr)
+        figure = float(learn.recorder.values[-1][-1])
+    except Exception as e: error = f'{type(e).__name__}: {e}'
+    return dict(figures=figure if math.isfinite(figure) else None, skipped=watch.skipped, errors=error, checksum=watch.checksum,
+                promoted=len(nested_attr(learn, 'mixed_precision.promoted', [])))
+
+def compare(name, seeds):
+    "A row for each contender"
+    runs = [{to: run(name, to, seed) for to in contenders} for seed in range(seeds)]
+    for o in runs:
+        if len({r['checksum'] for r in o.values() if not r['errors']})>1: raise RuntimeError(f'{name}: first weights or batches differ')
+    metric,keys = trainings[name].make(0).metrics[0].name,('figures','skipped','promoted','errors')
+    return [dict(training=name, metric=metric, contender=to, **{k: [o[to][k] for o in runs] for k in keys}) for to in contenders]
+
+def figures(row): return torch.tensor([math.nan if o is None else o for o in row['figures']], dtype=torch.float64)
+def trouble(row): return next((o.split(':')[0] for o in row['errors'] if o), 'not finite')
+
+def difference(row, base):
+    "The mean of the paired differences, its standard error, and whether it can be told from 0 (by chance, one of 20 that are 0 can)"
+    d = figures(row)-figures(base)
+    mean,error = d.mean().item(),d.std().item()/len(d)**0.5
+    return mean,error,bool(abs(mean)>student.ppf(0.975, len(d)-1)*error)
+
+def cell(row, base):
+    "Mean ± standard deviation (difference to fp32 ± standard error), bold where it can be told from 0"
+    f,(mean,error,told) = figures(row),difference(row, base)
+    if f.isnan().any(): return f'{trouble(row)} ({int(f.isnan().sum())} of {len(f)})'
+    return f'{f.mean():.3f} ± {f.std():.3f}'+(row is not base)*f' ({"**"*told}{mean:+.4f}{"**"*told} ± {error:.4f})'
+
+def table(res):
+    "Markdown"
+    names = list(dict.fromkeys(r['training'] for r in res['rows']))
+    rows = [[r for r in res['rows'] if r['training']==name] for name in names]
+    return '\n'.join([f"| training | metric | {' | '.join(contenders)} |", '|'+' --- |'*(2+len(contenders)),
+                      *(f"| {some[0]['training']} | {some[0]['metric']} | {' | '.join(cell(r, some[0]) for r in some)} |" for some in rows)])
+
+def chart(res):
+    "A dot for each seed; the bar in grey reaches as far as fp32's standard deviation to either side"
+    trained = {r['training']: [o for o in res['rows'] if o['training']==r['training']] for r in res['rows']}
+    ax = (fig := Figure(figsize=(9, 2+0.5*len(trained)), layout='constrained')).subplots()
+    for i,(base,*rest) in enumerate(trained.values()):
+        std,label = figures(base).std().item(),None if i else 'to_fp32, standard deviation'
+        ax.barh(i, 2*std, left=-std, height=0.85, color='0.88', label=label)
+        for j,row in enumerate(rest):
+            d,y,color = figures(row)-figures(base),i+0.25*(j-1),f'C{j}'
+            ax.plot(d, [y]*len(d), 'o', color=color, alpha=0.6, ms=5, mec='none', label=label and row['contender'])
+            if d.isnan().all(): ax.text(-1.1, y, trouble(row), color=color, va='center', size=8)
+    ax.axvline(0, color='0.5', lw=0.8)
+    ax.set_xscale('symlog', linthresh=0.02)
+    ax.set_xticks(ticks := [-1,-0.1,-0.02,-0.01,0,0.01,0.02,0.1], [f'{o:+g}' if o else '0' for o in ticks])
+    ax.set_yticks(range(len(trained)), [f"{name}\n({rows[0]['metric']})" for name,rows in trained.items()])
+    ax.set(xlabel='difference to fp32 (linear within ±0.02, logarithmic beyond)', xlim=(-1.2,0.2), ylim=(len(trained)-0.5,-0.5))
+    fig.suptitle(f"Where trainings end, next to fp32 with the same seed; {len(res['rows'][0]['figures'])} seeds")
+    fig.legend(loc='outside lower center', ncols=4)
+    return fig
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument('--seeds', type=int, default=5, help='how many, at least two')
+    p.add_argument('--only', nargs='+', choices=trainings, default=list(trainings), metavar='NAME', help='which trainings')
+    p.add_argument('--out', type=Path, default=Path(__file__).parent, help='folder for convergence.json and convergence.png')
+    a = p.parse_args(argv)
+    res = dict(machine=machine(), fastai=fastai.__version__, rows=[])
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        for name in a.only: res['rows'] += compare(name, a.seeds)
+    print(table(res))
+    (a.out/'convergence.json').write_text(json.dumps(res, indent=1)+'\n')
+    chart(res).savefig(a.out/'convergence.png', dpi=120)
+
+if __name__=='__main__': main()

@@ -1,0 +1,274 @@
+"""What training costs: samples per second and peak memory of `fit_one_cycle`, by fastai, by this package, by Lightning and by Accelerate
+
+All train the same models from the same weights, on the same batches, which lie on the device already, and do what their users do by
+default: `Adam` and `GradientClip` in fastai, `AdamW16` and `GradientNormClip` with `to_fp16_dynamic`, torch's `AdamW` with clipping and
+a one-cycle schedule elsewhere. They take turns, round by round, in one process. The defaults are for a large GPU; for a T4, `--bs 8 32`;
+on a CPU, where it shows only that all of it runs, `--toy --size 32 --bs 2 4 --steps 2 --rounds 2`."""
+import argparse,copy,gc,json,logging,time,warnings
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from unittest.mock import patch
+import matplotlib.pyplot as plt
+import numpy as np
+import torch,torchvision
+from torchvision.models import ConvNeXt,RegNet,ResNet,VisionTransformer
+from torchvision.models.convnext import CNBlockConfig
+from torchvision.models.regnet import BlockParams
+from torchvision.models.resnet import Bottleneck
+with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    from fastai.callback.all import GradientClip
+    from fastai.basics import Adam,DataLoaders,F,Learner,default_device,nn,to_device
+    from fastai_amp16.all import AdamW16,DynamicMixedPrecision,GradientNormClip
+    from fastais import fastais
+    from machine import machine
+
+# %% models and data
+class TextLSTM(nn.Module):
+    "A language model: the logits of each next token"
+    def __init__(self, vocab, emb, hidden):
+        super().__init__()
+        self.emb,self.rnn,self.out = nn.Embedding(vocab, emb),nn.LSTM(emb, hidden, 2, batch_first=True),nn.Linear(hidden, vocab)
+    def forward(self, x): return self.out(self.rnn(self.emb(x))[0])
+
+def _toy_resnet(size): # stem and first stage
+    return nn.Sequential(*[*ResNet(Bottleneck, [1,1,1,1]).children()][:5], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 1000))
+
+# name: (the model, a few layers of its kind); the heaviest come first: what they take beyond their share of the time, the others do without
+models = dict(
+    regnet_y_32gf=(lambda size: torchvision.models.regnet_y_32gf(), lambda size: RegNet(BlockParams([1], [8], [8], [1.], [2], 0.25))),
+    convnext_tiny=(lambda size: torchvision.models.convnext_tiny(), lambda size: ConvNeXt([CNBlockConfig(8, None, 2)])),
+    resnet50=(lambda size: torchvision.models.resnet50(), _toy_resnet),
+    vit_small=(lambda size: VisionTransformer(size, 16, 12, 6, 384, 1536), lambda size: VisionTransformer(size, 16, 1, 2, 16, 32)),
+    text_lstm=(lambda size: TextLSTM(10_000, 400, 1152), lambda size: TextLSTM(1000, 8, 8)))
+
+def make_batch(model, bs, a):
+    "Random images and their classes, or random tokens and the next ones"
+    if not isinstance(model, TextLSTM): return torch.randn(bs, 3, a.size, a.size),torch.randint(1000, (bs,))
+    text = torch.randint(model.emb.num_embeddings, (bs,a.seq+1))
+    return text[:,:-1].contiguous(),text[:,1:].contiguous()
+
+def loss_func(pred, y): return F.cross_entropy(pred.flatten(0, -2), y.flatten())
+
+def is_cuda(): return default_device().type=='cuda'
+
+class Batches:
+    """`skip` batches, in which memory is taken and a loss scale found, `steps` that are measured, and one; `TimeoutError` after `deadline`
+
+    The clock is read as a batch is asked for: loops that look ahead, and those that never ask for more than there is, count alike."""
+    def __init__(self, batches, steps, skip, deadline, count=False):
+        self.batches,self.steps,self.skip,self.deadline,self.count,self.times = batches,steps,skip,deadline,count,[]
+
+    def __len__(self): return self.skip+self.steps+1
+
+    def __iter__(self):
+        for i in range(len(self)):
+            self.check()
+            if i in (self.skip, self.skip+self.steps): self._note()
+            yield self.batches[i%len(self.batches)]
+
+    def check(self):
+        if time.perf_counter()>self.deadline: raise TimeoutError('no time left')
+
+    def _note(self):
+        if is_cuda():
+            torch.cuda.synchronize()
+            if self.count: torch.cuda.set_sync_debug_mode('default' if self.times else 'warn')
+        self.times.append(time.perf_counter())
+
+    def seconds(self):
+        "Of a step"
+        if len(self.times)<2: raise RuntimeError('it stopped before the last batch')
+        return (self.times[1]-self.times[0])/self.steps
+
+# %% contenders: each trains a model on `Batches` and returns its last loss, the precision that it really used, and the steps it skipped
+def _fastai(model, batches, *to, opt_func=Adam, clip=GradientClip):
+    learn = Learner(DataLoaders(batches, []), model, loss_func, opt_func, cbs=clip(1.))
+    for o in to: getattr(learn, o)()
+    with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(1, 1e-3)
+    mp = getattr(learn, 'mixed_precision', None)
+    counts = dict(skipped=mp.skipped) if isinstance(mp, DynamicMixedPrecision) else {}
+    return dict(loss=learn.recorder.losses[-1], precision=mp.amp_mode.value if mp else 'fp32', **counts)
+
+def _ours(model, batches, *to): return _fastai(model, batches, *to, opt_func=AdamW16, clip=GradientNormClip)
+
+def _torchs(model, batches, **kwargs):
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, **kwargs)
+    return opt,torch.optim.lr_scheduler.OneCycleLR(opt, 1e-3, total_steps=len(batches))
+
+def _lightning(model, batches):
+    import lightning
+    logging.getLogger('lightning.pytorch').setLevel(logging.ERROR)
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+        def training_step(self, batch, i):
+            loss = loss_func(self.model(batch[0]), batch[1])
+            self.last = loss.detach()
+            return loss
+        def configure_optimizers(self): # not fused: in fp16, Lightning refuses to clip the gradients of a fused optimizer
+            opt,sched = _torchs(model, batches)
+            return [opt],[dict(scheduler=sched, interval='step')]
+    module,quiet = Module(),('logger','enable_checkpointing','enable_progress_bar','enable_model_summary')
+    trainer = lightning.Trainer(accelerator=default_device().type, devices=1, precision='16-mixed', max_epochs=1, gradient_clip_val=1.,
+                                **dict.fromkeys(quiet, False))
+    trainer.fit(module, batches)
+    return dict(loss=module.last, precision='bf16' if 'bf16' in trainer.precision else 'fp16') # on a CPU it takes bf16 for fp16
+
+def _accelerate(model, batches):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    with patch.dict(AcceleratorState._shared_state, clear=True): # all of a process share it, and nobody may ask for another precision
+        precision = 'fp16' if is_cuda() else 'bf16' # on a CPU its fp16 is fp32
+        accelerator = Accelerator(mixed_precision=precision, cpu=not is_cuda())
+        model,opt,sched = accelerator.prepare(model, *_torchs(model, batches, fused=True))
+        model.train()
+        for x,y in batches:
+            opt.zero_grad()
+            loss = loss_func(model(x), y)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.)
+            opt.step()
+            sched.step()
+        return dict(loss=loss.detach(), precision=accelerator.mixed_precision if accelerator.native_amp else 'fp32')
+
+contenders = dict(
+    fp32=_fastai,
+    to_fp16=lambda *args: _fastai(*args, 'to_fp16'),
+    to_bf16=lambda *args: _fastai(*args, 'to_bf16'),
+    to_fp16_dynamic=lambda *args: _ours(*args, 'to_fp16_dynamic'),
+    to_bf16_dynamic=lambda *args: _ours(*args, 'to_bf16_dynamic'),
+    to_fp16_dynamic_channelslast=lambda *args: _ours(*args, 'to_fp16_dynamic', 'to_channelslast'),
+    lightning=_lightning,
+    accelerate=_accelerate)
+
+# %% the race
+def turn(name, model, batches):
+    "What the contender `name` makes of a copy of `model`, or its error"
+    start,peak,syncs = time.perf_counter(),None,None
+    try:
+        batches.check()
+        gc.collect() # a learner, its callbacks and its model hold one another, and the memory
+        if is_cuda():
+            torch._C._cuda_clearCublasWorkspaces() # up to 64 MiB that those before have left
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with fastais(), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter('always' if batches.count else 'ignore')
+            torch.manual_seed(0)
+            res = contenders[name](copy.deepcopy(model).to(default_device()), batches)
+        seconds,finite = batches.seconds(),bool(res.pop('loss').isfinite())
+        if is_cuda():
+            peak = torch.cuda.max_memory_allocated()/2**20
+            if batches.count: syncs = sum('synchronizing CUDA' in str(o.message) for o in seen)/batches.steps
+    except Exception as e: return dict(error=f'{type(e).__name__}: {e}'.splitlines()[0])
+    finally:
+        if is_cuda(): torch.cuda.set_sync_debug_mode('default')
+    overhead = time.perf_counter()-start-batches.steps*seconds
+    return dict(res, seconds=seconds, overhead=overhead, finite=finite, peak_mib=peak, syncs_per_step=syncs)
+
+def race(model, bs, a, end, deadline):
+    "`{contender: [warm-up, round 1, …]}`, of as many rounds and steps as fit in before `end`, and of one at least, if `deadline` allows"
+    data = [to_device(make_batch(model, bs, a), default_device()) for _ in range(2)]
+    gc.collect()
+    gc.freeze() # what there is now stays: to look through it again in each turn would take as long as many steps
+    turns = {c: [turn(c, model, Batches(data, 2, a.skip, deadline, count=True))] for c in a.contenders}
+    for i in range(a.rounds):
+        last = {c: o[-1] for c,o in turns.items() if 'error' not in o[-1]}
+        if not last: break
+        step,overhead,left = sum(o['seconds'] for o in last.values()),sum(o['overhead'] for o in last.values()),end-time.perf_counter()
+        steps = int(np.clip((left/(a.rounds-i)-overhead)/step, min(5, a.steps), a.steps))
+        if i and overhead+steps*step>left: break
+        for c in [*last][::(-1)**i]: turns[c].append(turn(c, model, Batches(data, steps, a.skip, deadline)))
+    return turns
+
+def make_rows(model, bs, turns):
+    "A row for each contender: medians over rounds; ratios are to `to_fp16` in the same round"
+    rounds = {c: {i: t for i,t in enumerate(o) if i and 'error' not in t} for c,o in turns.items()}
+    rows,base = [],rounds.get('to_fp16', {})
+    def over(c, k, power):
+        ratios = [(t[k]/base[i][k])**power for i,t in rounds[c].items() if i in base and t[k]]
+        return float(np.median(ratios)) if ratios else None
+    for c,o in rounds.items():
+        row,ts = dict(model=model, bs=bs, contender=c),[*o.values()]
+        rows.append(row)
+        if not ts: row['error'] = turns[c][-1]['error']; continue
+        q1,med,q3 = np.quantile([bs/t['seconds'] for t in ts], [.25,.5,.75]).tolist()
+        row.update(precision=ts[0]['precision'], samples_per_second=med, quartiles=[q1,q3], over_to_fp16=over(c, 'seconds', -1),
+                   peak_mib=max(t['peak_mib'] or 0 for t in ts) or None, peak_over_to_fp16=over(c, 'peak_mib', 1),
+                   syncs_per_step=turns[c][0]['syncs_per_step'], finite=all(t['finite'] for t in ts), skipped=ts[-1].get('skipped'),
+                   rounds=len(ts))
+    return rows
+
+# %% what it prints and draws
+columns = ['model','batch size','contender','precision','samples/s (quartiles)','× to_fp16','peak MiB','syncs/step','finite','skipped']
+
+def head():
+    "The first two lines of the table"
+    return '| '+' | '.join(columns)+' |\n|'+' --- |'*len(columns)
+
+def line(r):
+    "A row of the table"
+    def show(k, spec=''): return '–' if r[k] is None else format(r[k], spec)
+    cells = [r['model'], r['bs'], r['contender']]
+    if 'error' in r: cells += ['–', r['error'].replace('|', '/'), *['–']*5]
+    else: cells += [r['precision'], '{:.1f} ({:.1f}–{:.1f})'.format(r['samples_per_second'], *r['quartiles']), show('over_to_fp16', '.2f'),
+                    show('peak_mib', '.0f'), show('syncs_per_step', '.1f'), 'yes' if r['finite'] else 'no', show('skipped')]
+    return '| '+' | '.join(map(str, cells))+' |'
+
+def chart(res, fname):
+    "Draw throughput relative to fastai's `to_fp16`: a panel for each batch size, a group of bars for each model"
+    sizes,ms,names = (res['arguments'][k] for k in ('bs','models','contenders'))
+    names = [c for c in names if c!='to_fp16']
+    h,ys = 1/(len(names)+1),range(len(ms))
+    _,axs = plt.subplots(1, len(sizes), figsize=(6*len(sizes)+2, 1+0.18*len(ms)/h), sharey=True, squeeze=False, layout='constrained')
+    for ax,bs in zip(axs[0], sizes):
+        for j,c in enumerate(names):
+            at = {r['model']: r.get('over_to_fp16') for r in res['rows'] if (r['bs'],r['contender'])==(bs,c)}
+            bars = ax.barh([y+(j-len(names)/2+.5)*h for y in ys], [at[m] or 0 for m in ms], .9*h, label=c)
+            ax.bar_label(bars, [f'{at[m]:.2f}' if at[m] else '–' for m in ms], padding=2, fontsize=7)
+        ax.axvline(1, color='k', lw=1)
+        ax.set(title=f'batch size {bs}', xlabel="samples per second, × fastai's to_fp16", yticks=ys, yticklabels=ms)
+        ax.margins(x=.08)
+        ax.spines[['top','right']].set_visible(False)
+    axs[0,0].invert_yaxis()
+    axs[0,-1].legend(fontsize=8, loc='upper left', bbox_to_anchor=(1, 1), frameon=False)
+    plt.savefig(fname, dpi=150)
+    plt.close()
+
+def parse_args(args=None):
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for name,there in dict(models=models, contenders=contenders).items():
+        p.add_argument('--'+name, nargs='+', choices=there, default=list(there), metavar=name[:-1].upper(), help='of '+', '.join(there))
+    p.add_argument('--bs', nargs='+', type=int, default=[16,128], metavar='BS', help='batch sizes')
+    for name,default,what in (('size',224,'height and width of images'), ('seq',72,'tokens of a text'), ('minutes',9.,'for everything'),
+        ('rounds',5,'fits of each contender, at most'), ('steps',100,'measured steps of a fit, at most'), ('skip',5,'steps before these')):
+        p.add_argument('--'+name, type=type(default), default=default, help=what)
+    p.add_argument('--toy', action='store_true', help='a few layers of each model')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='results; the chart is written beside them')
+    return p.parse_args(args)
+
+def main(args=None):
+    a,start,rows = parse_args(args),time.perf_counter(),[]
+    deadline,todo = start+0.97*60*a.minutes,len(a.models)*len(a.bs) # the rest is for a step that is under way, and the chart
+    versions = {o: version(o) if find_spec(o) else None for o in ('torch','torchvision','fastai','lightning','accelerate')}
+    print(head())
+    for name in a.models:
+        torch.manual_seed(0)
+        model = models[name][a.toy](a.size)
+        for bs in a.bs:
+            now = time.perf_counter()
+            new = make_rows(name, bs, race(model, bs, a, now+(deadline-now)/todo, deadline))
+            print(*map(line, new), sep='\n', flush=True)
+            rows,todo = rows+new,todo-1
+            keys,ours = ('model','bs','over_to_fp16','peak_over_to_fp16'),[r for r in rows if r['contender']=='to_fp16_dynamic']
+            res = dict(machine=machine(), versions=versions, arguments={**vars(a), 'out':a.out.name}, rows=rows,
+                       minutes=(time.perf_counter()-start)/60, ours_over_to_fp16=[{k: r.get(k) for k in keys} for r in ours])
+            a.out.write_text(json.dumps(res, indent=1)+'\n') # after each, so that nothing measured is lost
+    gc.unfreeze()
+    chart(res, a.out.with_suffix('.png'))
+    return res
+
+if __name__=='__main__': main()

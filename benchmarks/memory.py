@@ -1,0 +1,53 @@
+"Peak memory of a training on a CPU, each in a process of its own, in multiples of the parameters' bytes; on a GPU, gpu.py has it"
+import argparse,json,subprocess,sys,warnings
+from pathlib import Path
+import torch
+from torch import nn
+with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    from fastai.basics import Adam,DataLoaders,Learner
+    from fastai.callback.all import GradientClip
+    from fastai_amp16.all import AdamW16,GradientNormClip
+from fastais import fastais
+from machine import machine
+from timing import Batches
+
+contenders = ('to_fp32','to_bf16','to_bf16_dynamic')
+
+def peak():
+    "The most memory that this process had so far, in bytes (Linux)"
+    line = next(o for o in Path('/proc/self/status').read_text().splitlines() if o.startswith('VmHWM'))
+    return 1024*int(line.split()[1])
+
+def train(to, width, depth, bs):
+    "What three steps of an MLP add to the peak, over the bytes of its parameters: gradients, moments, activations, copies"
+    ours = to=='to_bf16_dynamic'
+    model = nn.Sequential(*[o for _ in range(depth) for o in (nn.Linear(width, width), nn.ReLU())], nn.Linear(width, 10))
+    batches = Batches([(torch.randn(bs, width), torch.randint(10, (bs,))) for _ in range(3)])
+    learn = Learner(DataLoaders(batches, [], device=torch.device('cpu')), model, nn.CrossEntropyLoss(), AdamW16 if ours else Adam, lr=1e-5,
+                    cbs=GradientNormClip(1.) if ours else GradientClip(1.))
+    before = peak()
+    with fastais(), learn.no_bar(), learn.no_logging(): getattr(learn, to)().fit(1)
+    return (peak()-before)/sum(p.nbytes for p in model.parameters())
+
+def main(args=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for k,default in dict(width=3072, depth=6).items(): p.add_argument('--'+k, type=int, default=default)
+    p.add_argument('--bs', type=int, nargs='+', default=[4,2048], help='batch sizes')
+    p.add_argument('--contender', choices=contenders, help='train this one only, and print its figure')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    a = p.parse_args(args)
+    if a.contender: return print(train(a.contender, a.width, a.depth, a.bs[0]))
+    def run(to, bs):
+        args = f'--contender {to} --width {a.width} --depth {a.depth} --bs {bs}'.split()
+        return float(subprocess.run([sys.executable, '-W', 'ignore', __file__, *args], check=True, capture_output=True, text=True).stdout)
+    res = dict(machine=machine(), parameters=a.depth*a.width*(a.width+1), rows=[dict(batch_size=bs, **{to: run(to, bs) for to in contenders}) for bs in a.bs])
+    print(table(res))
+    a.out.write_text(json.dumps(res, indent=1)+'\n')
+
+def table(res):
+    "Markdown"
+    return '\n'.join(['| batch size | '+' | '.join(f'`{o}`' for o in contenders)+' |', '| --: |'+' --: |'*len(contenders),
+                      *('| '+' | '.join([str(r['batch_size']), *(f'{r[o]:.2f}' for o in contenders)])+' |' for r in res['rows'])])
+
+if __name__=='__main__': main()

@@ -1,0 +1,132 @@
+"""How the loss scale should move: policies of loss scaling, replayed on the largest gradients of real trainings and on heavy tails
+
+`--record` trains, and writes gradient_maxima.json; without it, what was recorded is replayed."""
+import argparse,json,math,warnings
+from pathlib import Path
+from statistics import fmean
+import torch
+with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    from fastai.basics import Callback
+    from fastai_amp16.all import DynamicScaler
+    from machine import machine
+
+here = Path(__file__).parent
+top,flushed = math.log2(65504),-25 # above the one, numbers are inf in fp16, below the other 0; in powers of two
+
+# %% recording
+class Maxima(Callback):
+    """For each training step the largest scale, in powers of two, that no gradient in half precision overflows at; and, of each 50th step, how many
+    gradients there are in each octave. For `to_bf16_dynamic`, which computes in half precision where fp16 would, and overflows nowhere"""
+    run_valid,low,high = False,-80,40
+    def before_fit(self): self.rooms,self.octaves,self.hooks = [],torch.zeros(self.high-self.low),[m.register_forward_hook(self.watch) for m in self.learn.model.modules()]
+    def after_fit(self):
+        for h in self.hooks: h.remove()
+    def before_batch(self): self.grads = []
+    def watch(self, module, args, out):
+        if not self.learn.training: return
+        for t in out if isinstance(out, (tuple,list)) else [out]:
+            if isinstance(t, torch.Tensor) and t.dtype==torch.bfloat16 and t.requires_grad: t.register_hook(lambda g: self.grads.append(g.detach()))
+    def before_step(self):
+        half = {id(d[n]) for d,n in self.learn.mixed_precision.ready().slots}
+        gs = self.grads+[p.grad for p in self.learn.model.parameters() if id(p) in half and p.grad is not None]
+        self.rooms.append(math.floor(top-math.log2(max(g.abs().max().item() for g in gs))))
+        if len(self.rooms)%50==0:
+            for g in gs: self.octaves += torch.histc(g[g!=0].float().abs().log2(), len(self.octaves), self.low, self.high)
+
+def record(names, steps):
+    from trainings import trainings # heavy, and not needed for a replay
+    res = {}
+    for name in names:
+        torch.set_num_threads(1)
+        t = trainings[name]
+        learn = t.make(0).to_bf16_dynamic()
+        learn.add_cb(Maxima())
+        with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(math.ceil(steps/len(learn.dls.train)), t.lr)
+        res[name] = dict(rooms=learn.maxima.rooms, octaves={o: int(n) for o,n in enumerate(learn.maxima.octaves.tolist(), Maxima.low) if n})
+        print(name, len(learn.maxima.rooms), 'steps, room from', min(learn.maxima.rooms), 'to', max(learn.maxima.rooms))
+    return res
+
+# %% heavy tails
+def heavy_tails(steps):
+    "Maxima about 1, of gradients like the first recorded ones: independent from step to step, and more or less wild"
+    rng = torch.Generator().manual_seed(0)
+    u,n = torch.rand(3, steps, generator=rng, dtype=torch.float64),torch.randn(2, steps, generator=rng, dtype=torch.float64)
+    logs = {'log-normal, σ=1': n[0]/math.log(2), 'log-normal, σ=2': 2*n[1]/math.log(2), 'Pareto, α=2': -u[0].log2()/2, 'Pareto, α=1': -u[1].log2(),
+            '1 in 500 a thousand times as large': torch.where(u[2]<1/500, 10., 0.)}
+    return {k: [math.floor(top-o) for o in v.tolist()] for k,v in logs.items()}
+
+# %% policies: the scale, as a power of two, that a step uses, and what is learned from it
+def scaler(**kwargs): return lambda: DynamicScaler('cpu', **kwargs)
+torchs = dict(growth_interval=2000, min_scale=2.**-126, max_scale=math.inf)
+
+class Icefall(DynamicScaler):
+    "torch's policy from 1, with two ways to grow faster while the scale is small"
+    def __init__(self): super().__init__('cpu', init_scale=1., **torchs); self.i = 0
+    def update(self, found_inf):
+        super().update(found_inf=found_inf)
+        self.i += 1
+        if self.i%100==0 and (self.get_scale()<8 or self.get_scale()<32 and self.i%400==0): super().update(2*self.get_scale())
+
+class IntoRoom(DynamicScaler):
+    "Grows only where no maximum since it last grew would have overflowed at the new scale: it has to be told them"
+    def __init__(self): super().__init__('cpu'); self.least = math.inf
+    def update(self, found_inf, room):
+        before,self.least = self.get_scale(),min(self.least, room)
+        super().update(found_inf=found_inf)
+        if self.get_scale()>before and math.log2(self.get_scale())>self.least: super().update(before)
+        if self._get_growth_tracker()==0: self.least = math.inf
+
+policies = {'static, 512': scaler(init_scale=512., dynamic=False), 'torch': scaler(**torchs), 'apex': scaler(**{**torchs, 'max_scale': 2.**24}),
+    'Keras 3': scaler(**torchs, init_scale=2.**15), 'DeepSpeed': scaler(growth_interval=1000, hysteresis=2, min_scale=1., max_scale=math.inf),
+    'Megatron-LM': scaler(init_scale=2.**32, growth_interval=1000, hysteresis=2, min_scale=1., max_scale=math.inf),
+    'fairseq': scaler(init_scale=2.**7, growth_interval=2**14, min_scale=1e-4, max_scale=math.inf), 'icefall': Icefall, 'ours': scaler(),
+    **{f'ours, growth_interval={n}': scaler(growth_interval=n) for n in (100,1000,2000,4000)}, 'ours, hysteresis=2': scaler(hysteresis=2),
+    'ours, growing into room only': IntoRoom}
+
+def replay(policy, rooms, octaves):
+    """Percent of the steps that are skipped; bits that the scale of the others lies below the largest that each would have borne, up to 2^24; and
+    percent of the gradients other than 0 that these scales leave to become 0; `None` if all are skipped"""
+    s,scales,bits = policy(),[],[]
+    for room in rooms:
+        overflow = (scale := math.log2(s.get_scale()))>room
+        if not overflow:
+            scales.append(scale)
+            bits.append(min(room, 24)-min(scale, 24))
+        s.update(found_inf=overflow, **(dict(room=room) if policy is IntoRoom else {}))
+    lost = {k: sum(n for o,n in octaves.items() if int(o)<flushed-k)/sum(octaves.values()) for k in set(scales)}
+    taken = len(scales)
+    return dict(skipped=100-100*taken/len(rooms), bits=sum(bits)/taken if taken else None, zeros=100*sum(map(lost.get, scales))/taken if taken else None)
+
+def table(res):
+    "Markdown: means over trainings, and over heavy tails"
+    rows = res['rows']
+    def mean(policy, kind, key):
+        some = [r[key] for r in rows if (r['policy'],r['kind'])==(policy,kind) and r[key] is not None]
+        return fmean(some) if some else math.nan
+    head = '| policy | training: skipped, % | bits below the best | become 0, % | heavy tail: skipped, % | bits below the best | become 0, % |'
+    return '\n'.join([head, '| --- |'+' --: |'*6, *('| '+' | '.join([k, *(f'{mean(k, kind, o):.3g}' for kind in ('training','heavy tail')
+        for o in ('skipped','bits','zeros'))])+' |' for k in dict.fromkeys(r['policy'] for r in rows))])
+
+def main(args=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--record', nargs='*', metavar='NAME', help='train these of trainings.py first, by default all')
+    p.add_argument('--steps', type=int, default=6000, help='of each training')
+    p.add_argument('--maxima', type=Path, default=here/'gradient_maxima.json')
+    p.add_argument('--out', type=Path, default=here/'scale_policy.json')
+    a = p.parse_args(args)
+    if a.record is not None:
+        if not a.record:
+            from trainings import trainings
+            a.record = list(trainings)
+        a.maxima.write_text(json.dumps(dict(machine=machine(), trainings=record(a.record, a.steps))).replace('}, "', '},\n"')+'\n')
+    real = json.loads(a.maxima.read_text())['trainings']
+    like = next(iter(real.values()))['octaves']
+    tails = {k: dict(rooms=v, octaves=like) for k,v in heavy_tails(a.steps).items()}
+    rows = [dict(policy=k, kind=kind, data=name, **replay(policy, **o)) for k,policy in policies.items()
+            for kind,some in (('training',real),('heavy tail',tails)) for name,o in some.items()]
+    res = dict(rows=rows)
+    print(table(res))
+    a.out.write_text(json.dumps(res, indent=1)+'\n')
+
+if __name__=='__main__': main()

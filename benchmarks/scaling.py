@@ -1,0 +1,117 @@
+"How the cost of mixed precision itself grows with the number of tensors and with their size, beside the time that the bytes take which must move"
+import argparse,json,warnings
+from pathlib import Path
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+from torch.nn.utils import get_total_norm
+with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    from fastai.basics import DataLoaders,Learner,default_device
+    from fastai_amp16.all import FusedAdam
+from machine import machine
+from timing import Batches,interleaved,quartiles
+
+half = torch.float16
+bytes_per_element = (4+2)+(2+4)+(4+4)+4 # weight to half, gradient to fp32, unscale, norm: what is read and what is written
+
+class Given(torch.autograd.Function):
+    "A loss without arithmetic: the gradients are there already"
+    @staticmethod
+    def forward(ctx, grads, *weights):
+        ctx.grads = grads
+        return weights[0].new_zeros((), dtype=torch.float32)
+    @staticmethod
+    def backward(ctx, _): return None,*ctx.grads
+
+class Weights(nn.Module):
+    "`n` linear layers of `size` weights each; their gradients are in half precision, as those of half-precision copies are, or not there, if `grads` is False"
+    def __init__(self, n, size, device, grads=True):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(size, 1, bias=False, device=device) for _ in range(n)])
+        self.grads = [torch.full((1,size), 1e-3, dtype=half, device=device) if grads else None for _ in range(n)]
+    def forward(self, x): return Given.apply(self.grads, *[l.weight for l in self.layers])
+
+class Idle(FusedAdam):
+    "Takes no steps"
+    def step(self, closure=None): pass
+
+def learner(to, model, batches):
+    "fastai's loop, and an optimizer that does nothing"
+    device = next(model.parameters()).device
+    learn = getattr(Learner(DataLoaders(batches, [], device=device), model, lambda p,*_: p, Idle, lr=0.), to)()
+    def run():
+        with learn.no_bar(), learn.no_logging(): learn.fit(1)
+        return batches.steps()
+    return run
+
+def by_hand(model, batches, mixed=True):
+    "What autocast, `GradScaler` and `clip_grad_norm_` do in a loop of PyTorch, for the same weights; or, if not `mixed`, the loop without them"
+    ws = list(model.parameters())
+    opt,scaler = torch.optim.SGD(ws, lr=0.),torch.amp.GradScaler(ws[0].device.type)
+    opt.step = lambda: None
+    def run():
+        for _ in batches:
+            if mixed:
+                scaler.scale(Given.apply(model.grads, *[w.to(half) for w in ws])).backward()
+                scaler.unscale_(opt)
+                get_total_norm([w.grad for w in ws])
+                scaler.step(opt)
+                scaler.update()
+            else: Given.apply(model.grads, *ws).backward()
+            opt.zero_grad()
+        return batches.steps()
+    return run
+
+def copy(n_bytes, device):
+    "Seconds that as many bytes take in one copy, half of them read and half written"
+    a = torch.ones(max(1, n_bytes//8), device=device)
+    b = torch.ones_like(a)
+    batches = Batches([0]*10)
+    def run():
+        for _ in batches:
+            b.copy_(a)
+            b[0].item() # waits for the device
+        return batches.steps()
+    return run
+
+def measure(n, size, rounds, device):
+    "Milliseconds that a step costs more than without mixed precision, and those of a copy of the bytes"
+    batches = Batches([(torch.zeros(1, device=device),torch.zeros(1, device=device))]*(5 if n*size>1e7 else 12))
+    def weights(grads=True): return Weights(n, size, device, grads)
+    t = interleaved({'ours': learner('to_fp16_dynamic', weights(), batches), 'without': learner('to_fp32', weights(False), batches),
+                     'by hand': by_hand(weights(), batches), 'by hand, without': by_hand(weights(False), batches, mixed=False),
+                     'copy': copy(n*size*bytes_per_element, device)}, rounds)
+    def more(a, b): return [x-y for x,y in zip(a, b)]
+    costs = dict(ours=more(t['ours'], t['without']), by_hand=more(t['by hand'], t['by hand, without']), copy=t['copy'])
+    return dict(tensors=n, elements=n*size, **{k: [1e3*o for o in quartiles(v)] for k,v in costs.items()})
+
+def chart(res, path):
+    fig = Figure(figsize=(10,4), layout='constrained')
+    for ax,(key,rows,what) in zip(fig.subplots(1, 2), (('tensors',res['by_number'],f"tensors, {res['size']} elements each"), ('elements',res['by_size'],f"elements, in {res['number']} tensors"))):
+        for k,label,style in (('ours','to_fp16_dynamic','o-'), ('by_hand','autocast, GradScaler and norm, by hand','s-'), ('copy',f'one copy of the {bytes_per_element} bytes an element','k--')):
+            ax.plot([r[key] for r in rows], [r[k][1] for r in rows], style, label=label, ms=4)
+        ax.set(xscale='log', yscale='log', xlabel=what, ylabel='ms a step')
+        ax.grid(alpha=0.3)
+    fig.legend(*ax.get_legend_handles_labels(), loc='outside lower center', ncols=3)
+    fig.suptitle(f"What mixed precision itself costs ({res['machine']})")
+    fig.savefig(path, dpi=100)
+
+def main(args=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument('--numbers', type=int, nargs='+', default=[10, 30, 100, 300, 1000, 3000, 10_000], help='of tensors')
+    p.add_argument('--sizes', type=int, nargs='+', default=[10**i for i in range(2, 8)], help='elements of each tensor')
+    p.add_argument('--number', type=int, default=10, help='of tensors, where sizes vary')
+    p.add_argument('--size', type=int, default=100, help='of each tensor, where numbers vary')
+    p.add_argument('--rounds', type=int, default=11)
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    a = p.parse_args(args)
+    torch.set_num_threads(1)
+    device = default_device()
+    res = dict(machine=machine(), number=a.number, size=a.size, rounds=a.rounds, by_number=[measure(n, a.size, a.rounds, device) for n in a.numbers],
+               by_size=[measure(a.number, s, a.rounds, device) for s in a.sizes])
+    for r in res['by_number']+res['by_size']: print(f"{r['tensors']:6} tensors {r['elements']:10} elements:", *(f"{k} {r[k][1]:.3g} ms" for k in ('ours','by_hand','copy')))
+    a.out.write_text(json.dumps(res, indent=1)+'\n')
+    chart(res, a.out.with_suffix('.png'))
+
+if __name__=='__main__': main()

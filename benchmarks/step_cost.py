@@ -1,0 +1,177 @@
+"What a step costs where the launches do, and not the arithmetic: milliseconds, operators and host reads for many small tensors"
+import argparse,json,warnings
+from copy import deepcopy
+from functools import partial
+from unittest.mock import patch
+from pathlib import Path
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
+with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    import fastai
+    from fastai.basics import Adam,DataLoaders,Learner,Optimizer,OptimWrapper,default_device,set_seed
+    from fastai.callback.all import GradientClip
+    from fastai_amp16.all import AdamW16,GradientNormClip
+from fastais import fastais
+from machine import machine
+from timing import Batches,interleaved,quartiles,ratio
+
+# %% models of many small tensors
+class Add(nn.Module):
+    "`x` plus what `layers` make of it: nothing at first, so that no gradient overflows at the scale that all begin with"
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        nn.init.zeros_(layers[-1].weight)
+    def forward(self, x): return x+self.layers(x)
+
+class ViT(nn.Module):
+    "Four patches of 1x16x16 and a class token, through encoder layers of torch"
+    def __init__(self, d, depth):
+        super().__init__()
+        self.patches,self.token,self.pos = nn.Linear(64, d),nn.Parameter(torch.zeros(1, 1, d)),nn.Parameter(torch.randn(1, 5, d)*0.02)
+        self.blocks = nn.Sequential(*[nn.TransformerEncoderLayer(d, 4, 2*d, 0., 'gelu', batch_first=True, norm_first=True) for _ in range(depth)])
+        self.norm,self.head = nn.LayerNorm(d),nn.Linear(d, 10)
+    def forward(self, x):
+        x = self.patches(x.view(-1, 2, 8, 2, 8).transpose(2, 3).reshape(-1, 4, 64))
+        return self.head(self.norm(self.blocks(torch.cat([self.token.expand(len(x), -1, -1), x], 1)+self.pos))[:,0])
+
+def xresnet50_like(d):
+    "53 layers without bias, each with an affine batch norm, and a head, as an xresnet50 has. Linear: fp16 convolutions are slow on CPUs"
+    def layer(ni): return nn.Linear(ni, d, bias=False),nn.ReLU(),nn.BatchNorm1d(d)
+    return nn.Sequential(*layer(256), *[Add(*layer(d)) for _ in range(52)], nn.Linear(d, 10))
+
+def mlp(d):
+    return nn.Sequential(nn.Linear(256, d), *[Add(nn.LayerNorm(d), nn.Linear(d, d), nn.ReLU(), nn.Linear(d, d)) for _ in range(26)], nn.Linear(d, 10))
+
+def vit(d): return ViT(d, 6)
+
+models = {'as an xresnet50': xresnet50_like, '26-block MLP': mlp, 'ViT of 6 layers': vit}
+
+# %% contenders
+lr = 1e-3
+
+def data(n, bs, device):
+    set_seed(0)
+    return Batches([(torch.randn(bs, 256, device=device), torch.randint(10, (bs,), device=device)) for _ in range(n)])
+
+def fit(make, model, batches):
+    "A learner of fastai, with the callbacks that a script has"
+    learn = make(DataLoaders(batches, [], device=batches.items[0][0].device), model)
+    def run():
+        with fastais(), learn.no_bar(), learn.no_logging(): learn.fit(1)
+        return batches.steps()
+    return run
+
+def _learner(dls, model, opt_func, **kwargs): return Learner(dls, model, nn.CrossEntropyLoss(), opt_func, lr=lr, **kwargs)
+def to_fp16(dls, model): return _learner(dls, model, Adam, cbs=GradientClip(1.)).to_fp16()
+def to_non_native_fp16(dls, model): return _learner(dls, model, Adam).to_non_native_fp16(clip=1., max_loss_scale=2.**16) # not 2**24, where each fit begins with skipped steps; `GradientClip` does nothing there
+def wrapper(dls, model): return _learner(dls, model, partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True)), cbs=GradientClip(1.)).to_fp16()
+def ours(dls, model): return _learner(dls, model, AdamW16, cbs=GradientNormClip(1.)).to_fp16_dynamic()
+
+def by_hand(model, batches):
+    "The loop of PyTorch's documentation"
+    dev = batches.items[0][0].device.type
+    model.to(dev)
+    opt,scaler,loss_func = torch.optim.AdamW(model.parameters(), lr, fused=True),torch.amp.GradScaler(dev),nn.CrossEntropyLoss()
+    def run():
+        model.train()
+        for x,y in batches:
+            with torch.autocast(dev, dtype=torch.float16): loss = loss_func(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(opt)
+            clip_grad_norm_(model.parameters(), 1.)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        return batches.steps()
+    return run
+
+class Nothing(nn.Module):
+    "A loss that is there already, and a parameter that gets no gradient"
+    def __init__(self):
+        super().__init__()
+        self.param,self.loss = nn.Parameter(torch.zeros(())),torch.zeros((), requires_grad=True)
+    def forward(self, x): return self.loss
+
+def empty(dls, model): return Learner(dls, Nothing(), lambda p,t: p, partial(Optimizer, cbs=[]), lr=lr) # fastai's loop and callbacks around nothing
+
+stacks = {'fastai `to_fp16`, `Adam`, `GradientClip`': partial(fit, to_fp16), 'fastai `to_non_native_fp16`, `Adam`': partial(fit, to_non_native_fp16),
+          'fastai `to_fp16`, `OptimWrapper(AdamW, fused=True)`, `GradientClip`': partial(fit, wrapper), 'PyTorch by hand': by_hand,
+          'ours': partial(fit, ours), "fastai's loop around nothing": partial(fit, empty)}
+first,hand,own,loop = [list(stacks)[i] for i in (0,3,4,5)]
+
+# %% operators and reads
+class Operators(TorchDispatchMode):
+    "Counts what is dispatched, and reads by the host; `marks` has both counts at the beginning and the end of each batch, and around forward and backward pass"
+    def __init__(self):
+        super().__init__()
+        self.n,self.reads,self.marks = 0,0,[]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        res = func(*args, **(kwargs or {}))
+        self.n += 1
+        moved = isinstance(res, torch.Tensor) and res.device.type=='cpu' and any(isinstance(o, torch.Tensor) and o.device.type!='cpu' for o in args)
+        self.reads += moved or func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero)
+        return res
+    def mark(self, what): self.marks.append((what,self.n,self.reads))
+
+def count(stack, model, batches):
+    "Operators in forward and backward pass, those in the rest of a step, and reads in all, of the last step but one; casts of weights belong to forward"
+    run,backward,tolist,prepared = stack(model, batches),torch.Tensor.backward,torch.Tensor.tolist,Learner._do_one_batch
+    run() # the first fit makes the state
+    with Operators() as ops:
+        def marked(self, *args, **kwargs):
+            backward(self, *args, **kwargs)
+            ops.mark('backward')
+        def begins(learn): # fastai has called `before_batch`
+            ops.mark('forward')
+            prepared(learn)
+        def read(self):
+            ops.reads += self.device.type=='cpu' # where no operator shows it
+            return tolist(self)
+        batches.at_batch = partial(ops.mark, 'batch')
+        with patch.object(torch.Tensor, 'backward', marked), patch.object(torch.Tensor, 'tolist', read), patch.object(Learner, '_do_one_batch', begins): run()
+    first,last = [i for i,(what,*_) in enumerate(ops.marks) if what=='batch'][-3:-1]
+    _,began,reads = ops.marks[first]
+    _,ended,reads_after = ops.marks[last]
+    at = {what: n for what,n,_ in ops.marks[first:last]}
+    inside = at['backward']-at.get('forward', began)
+    return dict(operators_forward_backward=inside, operators_step=ended-began-inside, reads=reads_after-reads)
+
+# %% the table
+def measure(name, bs, d, steps, rounds):
+    "A row for each contender"
+    set_seed(0)
+    model,device = models[name](d),default_device()
+    tensors = len(list(model.parameters()))
+    runs = {k: s(deepcopy(model), data(steps, bs, device)) for k,s in stacks.items()}
+    times = interleaved(runs, rounds)
+    floor = [a+b for a,b in zip(times[hand], times[loop])]
+    return [dict(model=name, tensors=tensors, batch_size=bs, contender=k, ms=[1e3*o for o in quartiles(t)], over_to_fp16=ratio(t, times[first]),
+                 over_floor=ratio(t, floor), **count(stacks[k], deepcopy(model), data(4, bs, device))) for k,t in times.items()]
+
+def table(res):
+    "Markdown"
+    lines = ['| model, batch size | contender | ms a step (quartiles) | of `to_fp16` | of the floor | operators: forward and backward | rest of the step | reads |',
+             '| --- | --- | --: | --: | --: | --: | --: | --: |']
+    for r in res['rows']:
+        q1,q2,q3 = r['ms']
+        lines.append(f"| {r['model']}, {r['batch_size']} | {r['contender']} | {q2:.2f} ({q1:.2f} to {q3:.2f}) | {r['over_to_fp16'][1]:.2f} | {r['over_floor'][1]:.2f} | "
+                     f"{r['operators_forward_backward']} | {r['operators_step']} | {r['reads']} |")
+    return '\n'.join(lines)
+
+def main(args=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for name,default in dict(width=16, steps=20, rounds=31).items(): p.add_argument('--'+name, type=int, default=default)
+    p.add_argument('--bs', type=int, nargs='+', default=[8,32], help='batch sizes')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    a = p.parse_args(args)
+    torch.set_num_threads(1) # there is nothing to share
+    rows = [r for bs in a.bs for name in models for r in measure(name, bs, a.width, a.steps, a.rounds)]
+    res = dict(machine=machine(), fastai=fastai.__version__, steps=a.steps, rounds=a.rounds, rows=rows)
+    print(table(res))
+    a.out.write_text(json.dumps(res, indent=1)+'\n')
+
+if __name__=='__main__': main()

@@ -1,0 +1,45 @@
+"Contenders side by side in one process: what the machine does meanwhile happens to all of them"
+import gc,statistics,time
+
+class Batches:
+    "A list of batches, on the device already, in the place of a data loader; `times` has the clock at the beginning of each batch, and at the end"
+    def __init__(self, items): self.items,self.times,self.at_batch = items,[],None
+    def __len__(self): return len(self.items)
+    def __iter__(self):
+        self.times = []
+        for o in [*self.items, None]:
+            if self.at_batch: self.at_batch()
+            self.times.append(time.perf_counter())
+            if o is not None: yield o
+    def steps(self):
+        "Seconds of each step but the first, which allocates"
+        return [b-a for a,b in zip(self.times[1:], self.times[2:])]
+
+def interleaved(
+    contenders, # Name to function: runs some steps and returns the seconds of each
+    rounds # How many times each of them runs, one after another
+):
+    "Name to the median seconds of a step in each round"
+    res = {k: [] for k in contenders}
+    names = list(contenders)
+    gc.collect()
+    gc.freeze() # what there is now need not be looked through again
+    gc.disable() # a collection would hit one of them
+    try:
+        for i in range(rounds+1):
+            for k in names[i%len(names):]+names[:i%len(names)]: # none is always behind the same other
+                t = statistics.median(contenders[k]())
+                if i: res[k].append(t) # the first round warms up
+            gc.collect()
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    return res
+
+def quartiles(xs):
+    "First quartile, median, third quartile"
+    return statistics.quantiles(xs, n=4, method='inclusive') if len(xs)>1 else list(xs)*3
+
+def ratio(a, b):
+    "Quartiles of the ratios of `a` to `b`, round by round"
+    return quartiles([x/y for x,y in zip(a, b)])
