@@ -3,16 +3,16 @@
 `ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI` shows what a CPU without the instructions would do."""
 import argparse,json,os,warnings
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     from fastai.basics import DataLoaders,Learner,set_seed
     from fastai_amp16.all import AdamW16,GradientNormClip
 from machine import machine
-from timing import Batches,interleaved,quartiles,ratio
+from timing import Batches,by_fastai,by_hand,interleaved,quartiles,ratio
 
 class Mean(nn.Module):
     def forward(self, x): return x.mean(1)
@@ -21,33 +21,14 @@ def transformer(d, depth, seq):
     layers = [nn.TransformerEncoderLayer(d, 8, 4*d, 0., 'gelu', batch_first=True, norm_first=True) for _ in range(depth)]
     return nn.Sequential(*layers, nn.LayerNorm(d), Mean(), nn.Linear(d, 10)),(seq,d)
 
-def mlp(d, depth, _): return nn.Sequential(*[m for _ in range(depth) for m in (nn.Linear(d, d), nn.LayerNorm(d), nn.GELU())], nn.Linear(d, 10)),(d,)
+def mlp(d, depth): return nn.Sequential(*[m for _ in range(depth) for m in (nn.Linear(d, d), nn.LayerNorm(d), nn.GELU())], nn.Linear(d, 10)),(d,)
 
-def fastai(to):
-    def make(model, batches):
-        learn = getattr(Learner(DataLoaders(batches, [], device=torch.device('cpu')), model, nn.CrossEntropyLoss(), AdamW16, lr=1e-4, cbs=GradientNormClip(1.)), to)()
-        def run():
-            with learn.no_bar(), learn.no_logging(): learn.fit(1)
-            return batches.steps()
-        return run
-    return make
+def learner(to, model, batches):
+    learn = Learner(DataLoaders(batches, [], device=torch.device('cpu')), model, nn.CrossEntropyLoss(), AdamW16, lr=1e-4, cbs=GradientNormClip(1.))
+    return by_fastai(getattr(learn, to)(), batches)
 
-def by_hand(bf16):
-    def make(model, batches):
-        opt,loss_func = torch.optim.AdamW(model.parameters(), 1e-4, fused=True),nn.CrossEntropyLoss()
-        def run():
-            model.train()
-            for x,y in batches:
-                with torch.autocast('cpu', torch.bfloat16, enabled=bf16): loss = loss_func(model(x), y)
-                loss.backward()
-                clip_grad_norm_(model.parameters(), 1.)
-                opt.step()
-                opt.zero_grad()
-            return batches.steps()
-        return run
-    return make
-
-contenders = {'fastai, fp32': fastai('to_fp32'), 'to_bf16_dynamic': fastai('to_bf16_dynamic'), 'PyTorch by hand, fp32': by_hand(False), 'PyTorch by hand, autocast': by_hand(True)}
+contenders = {'fastai, fp32': partial(learner, 'to_fp32'), 'to_bf16_dynamic': partial(learner, 'to_bf16_dynamic'),
+              'PyTorch by hand, fp32': partial(by_hand, dtype=torch.float32, lr=1e-4), 'PyTorch by hand, autocast': partial(by_hand, dtype=torch.bfloat16, lr=1e-4)}
 
 def measure(name, model, shape, bs, steps, rounds):
     set_seed(0)
@@ -68,7 +49,7 @@ def main(args=None):
     for k,default in dict(width=512, depth=6, seq=64, mlp_width=2048, mlp_depth=6, bs=16, mlp_bs=256, steps=4, rounds=11).items(): p.add_argument('--'+k, type=int, default=default)
     p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
     a = p.parse_args(args)
-    rows = [measure('transformer', *transformer(a.width, a.depth, a.seq), a.bs, a.steps, a.rounds), measure('MLP', *mlp(a.mlp_width, a.mlp_depth, None), a.mlp_bs, a.steps, a.rounds)]
+    rows = [measure('transformer', *transformer(a.width, a.depth, a.seq), a.bs, a.steps, a.rounds), measure('MLP', *mlp(a.mlp_width, a.mlp_depth), a.mlp_bs, a.steps, a.rounds)]
     res = dict(machine=machine(), limited_to=os.environ.get('ONEDNN_MAX_CPU_ISA'), rows=rows)
     print(table(res))
     a.out.write_text(json.dumps(res, indent=1)+'\n')

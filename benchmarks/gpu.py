@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     from fastai_amp16.all import AdamW16,DynamicMixedPrecision,GradientNormClip
     from fastais import fastais
     from machine import machine
+    from timing import quartiles
 
 # %% models and data
 class TextLSTM(nn.Module):
@@ -195,7 +196,7 @@ def make_rows(model, bs, turns):
         row,ts = dict(model=model, bs=bs, contender=c),[*o.values()]
         rows.append(row)
         if not ts: row['error'] = turns[c][-1]['error']; continue
-        q1,med,q3 = np.quantile([bs/t['seconds'] for t in ts], [.25,.5,.75]).tolist()
+        q1,med,q3 = quartiles([bs/t['seconds'] for t in ts])
         row.update(precision=ts[0]['precision'], samples_per_second=med, quartiles=[q1,q3], over_to_fp16=over(c, 'seconds', -1),
                    peak_mib=max(t['peak_mib'] or 0 for t in ts) or None, peak_over_to_fp16=over(c, 'peak_mib', 1),
                    syncs_per_step=turns[c][0]['syncs_per_step'], finite=all(t['finite'] for t in ts), skipped=ts[-1].get('skipped'),

@@ -30,7 +30,7 @@ def real_work():
     return '\n'.join([f"{res['machine']}.\n", gpu.head(), *map(gpu.line, res['rows']), '\n![throughput](gpu.png)'])
 
 def growth(res):
-    few,many,small,large = (res[k][i] for k,i in (('by_number',0),('by_number',-1),('by_size',0),('by_size',-1)))
+    few,many,large = (res[k][i] for k,i in (('by_number',0),('by_number',-1),('by_size',-1)))
     return (f"With {few['tensors']} small tensors it is {few['ours'][1]:.2g} ms (by hand {few['by_hand'][1]:.2g} ms), nearly all of it Python and fastai's events, with {many['tensors']:,} tensors "
             f"{many['ours'][1]:.0f} ms ({many['by_hand'][1]:.0f} ms). With {large['elements']:,} elements it is {large['ours'][1]:.0f} ms ({large['by_hand'][1]:.0f} ms), and one copy of as many bytes "
             f"takes {large['copy'][1]:.0f} ms.")

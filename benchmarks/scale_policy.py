@@ -36,9 +36,9 @@ class Maxima(Callback):
 
 def record(names, steps):
     from trainings import trainings # heavy, and not needed for a replay
+    torch.set_num_threads(1)
     res = {}
-    for name in names:
-        torch.set_num_threads(1)
+    for name in names or trainings:
         t = trainings[name]
         learn = t.make(0).to_bf16_dynamic()
         learn.add_cb(Maxima())
@@ -116,9 +116,6 @@ def main(args=None):
     p.add_argument('--out', type=Path, default=here/'scale_policy.json')
     a = p.parse_args(args)
     if a.record is not None:
-        if not a.record:
-            from trainings import trainings
-            a.record = list(trainings)
         a.maxima.write_text(json.dumps(dict(machine=machine(), trainings=record(a.record, a.steps))).replace('}, "', '},\n"')+'\n')
     real = json.loads(a.maxima.read_text())['trainings']
     like = next(iter(real.values()))['octaves']

@@ -10,7 +10,7 @@ with warnings.catch_warnings():
     from fastai.basics import DataLoaders,Learner,default_device
     from fastai_amp16.all import FusedAdam
 from machine import machine
-from timing import Batches,interleaved,quartiles
+from timing import Batches,by_fastai,interleaved,quartiles
 
 half = torch.float16
 bytes_per_element = (4+2)+(2+4)+(4+4)+4 # weight to half, gradient to fp32, unscale, norm: what is read and what is written
@@ -39,11 +39,8 @@ class Idle(FusedAdam):
 def learner(to, model, batches):
     "fastai's loop, and an optimizer that does nothing"
     device = next(model.parameters()).device
-    learn = getattr(Learner(DataLoaders(batches, [], device=device), model, lambda p,*_: p, Idle, lr=0.), to)()
-    def run():
-        with learn.no_bar(), learn.no_logging(): learn.fit(1)
-        return batches.steps()
-    return run
+    learn = Learner(DataLoaders(batches, [], device=device), model, lambda p,*_: p, Idle, lr=0.)
+    return by_fastai(getattr(learn, to)(), batches)
 
 def by_hand(model, batches, mixed=True):
     "What autocast, `GradScaler` and `clip_grad_norm_` do in a loop of PyTorch, for the same weights; or, if not `mixed`, the loop without them"

@@ -6,7 +6,6 @@ from unittest.mock import patch
 from pathlib import Path
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')
@@ -14,9 +13,8 @@ with warnings.catch_warnings():
     from fastai.basics import Adam,DataLoaders,Learner,Optimizer,OptimWrapper,default_device,set_seed
     from fastai.callback.all import GradientClip
     from fastai_amp16.all import AdamW16,GradientNormClip
-from fastais import fastais
 from machine import machine
-from timing import Batches,interleaved,quartiles,ratio
+from timing import Batches,by_fastai,by_hand,interleaved,quartiles,ratio
 
 # %% models of many small tensors
 class Add(nn.Module):
@@ -58,36 +56,14 @@ def data(n, bs, device):
     return Batches([(torch.randn(bs, 256, device=device), torch.randint(10, (bs,), device=device)) for _ in range(n)])
 
 def fit(make, model, batches):
-    "A learner of fastai, with the callbacks that a script has"
-    learn = make(DataLoaders(batches, [], device=batches.items[0][0].device), model)
-    def run():
-        with fastais(), learn.no_bar(), learn.no_logging(): learn.fit(1)
-        return batches.steps()
-    return run
+    "What `make` makes a learner of"
+    return by_fastai(make(DataLoaders(batches, [], device=batches.items[0][0].device), model), batches)
 
 def _learner(dls, model, opt_func, **kwargs): return Learner(dls, model, nn.CrossEntropyLoss(), opt_func, lr=lr, **kwargs)
 def to_fp16(dls, model): return _learner(dls, model, Adam, cbs=GradientClip(1.)).to_fp16()
 def to_non_native_fp16(dls, model): return _learner(dls, model, Adam).to_non_native_fp16(clip=1., max_loss_scale=2.**16) # not 2**24, where each fit begins with skipped steps; `GradientClip` does nothing there
 def wrapper(dls, model): return _learner(dls, model, partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True)), cbs=GradientClip(1.)).to_fp16()
 def ours(dls, model): return _learner(dls, model, AdamW16, cbs=GradientNormClip(1.)).to_fp16_dynamic()
-
-def by_hand(model, batches):
-    "The loop of PyTorch's documentation"
-    dev = batches.items[0][0].device.type
-    model.to(dev)
-    opt,scaler,loss_func = torch.optim.AdamW(model.parameters(), lr, fused=True),torch.amp.GradScaler(dev),nn.CrossEntropyLoss()
-    def run():
-        model.train()
-        for x,y in batches:
-            with torch.autocast(dev, dtype=torch.float16): loss = loss_func(model(x), y)
-            scaler.scale(loss).backward()
-            scaler.unscale_(opt)
-            clip_grad_norm_(model.parameters(), 1.)
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
-        return batches.steps()
-    return run
 
 class Nothing(nn.Module):
     "A loss that is there already, and a parameter that gets no gradient"
@@ -133,10 +109,10 @@ def count(stack, model, batches):
             return tolist(self)
         batches.at_batch = partial(ops.mark, 'batch')
         with patch.object(torch.Tensor, 'backward', marked), patch.object(torch.Tensor, 'tolist', read), patch.object(Learner, '_do_one_batch', begins): run()
-    first,last = [i for i,(what,*_) in enumerate(ops.marks) if what=='batch'][-3:-1]
-    _,began,reads = ops.marks[first]
-    _,ended,reads_after = ops.marks[last]
-    at = {what: n for what,n,_ in ops.marks[first:last]}
+    begin,end = [i for i,(what,*_) in enumerate(ops.marks) if what=='batch'][-3:-1]
+    _,began,reads = ops.marks[begin]
+    _,ended,reads_after = ops.marks[end]
+    at = {what: n for what,n,_ in ops.marks[begin:end]}
     inside = at['backward']-at.get('forward', began)
     return dict(operators_forward_backward=inside, operators_step=ended-began-inside, reads=reads_after-reads)
 

@@ -1,5 +1,9 @@
 "Contenders side by side in one process: what the machine does meanwhile happens to all of them"
 import gc,statistics,time
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from fastais import fastais
 
 class Batches:
     "A list of batches, on the device already, in the place of a data loader; `times` has the clock at the beginning of each batch, and at the end"
@@ -14,6 +18,33 @@ class Batches:
     def steps(self):
         "Seconds of each step but the first, which allocates"
         return [b-a for a,b in zip(self.times[1:], self.times[2:])]
+
+def by_fastai(learn, batches):
+    "A contender: an epoch of `learn`, whose data are `batches`"
+    def run():
+        with fastais(), learn.no_bar(), learn.no_logging(): learn.fit(1)
+        return batches.steps()
+    return run
+
+def by_hand(model, batches, dtype=torch.float16, lr=1e-3):
+    "A contender: the loop of PyTorch's documentation, with fused AdamW and clipping; in fp16 with a `GradScaler`, in fp32 without autocast"
+    dev = batches.items[0][0].device.type
+    model.to(dev)
+    opt,loss_func = torch.optim.AdamW(model.parameters(), lr, fused=True),nn.CrossEntropyLoss()
+    scaler = torch.amp.GradScaler(dev, enabled=dtype==torch.float16)
+    half = dict(dtype=dtype) if dtype!=torch.float32 else dict(enabled=False)
+    def run():
+        model.train()
+        for x,y in batches:
+            with torch.autocast(dev, **half): loss = loss_func(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(opt)
+            clip_grad_norm_(model.parameters(), 1.)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        return batches.steps()
+    return run
 
 def interleaved(
     contenders, # Name to function: runs some steps and returns the seconds of each

@@ -15,7 +15,7 @@ from fastai.text.learner import TextLearner
 from torch.nn.utils import get_total_norm
 from .scaler import DynamicScaler
 from .precision import PrecisionPlan,cast_floats,find_modules,_as_list,_surely,_unwrap
-from .clip import GradientNormClip,grad_params,grad_values,scale_grads
+from .clip import GradientNormClip,grad_params,grad_values,read_all,scale_grads
 from .diagnose import Batch,Case,PrecisionReport,blame,deviation,diagnose,heal,replay,untouched,_containers,_copied,_dicts,_tensors,_torchs
 
 # %% ../nbs/05_callback.ipynb #8289ab21
@@ -334,12 +334,6 @@ def _loss_in_fp32(self:DynamicMixedPrecision):
     return self.loss if fp32.error else fp32.results
 
 # %% ../nbs/05_callback.ipynb #d26bdb84
-def _read(*os):
-    "The tensors among numbers as numbers, by one read of the device"
-    ts = [o.to(os[0].device) for o in os if isinstance(o, Tensor)]
-    read = iter(torch.stack(ts).tolist())
-    return [next(read) if isinstance(o, Tensor) else o for o in os]
-
 @patch
 def before_step(self:DynamicMixedPrecision):
     params = grad_params(self.learn.opt)
@@ -352,7 +346,7 @@ def before_step(self:DynamicMixedPrecision):
     norm = get_total_norm(grads)
     # 0, or NaN where something is not finite; None: gradients without a backward pass in this step
     signs = self.carried().verdict(norm.device),0 if forward is None else forward,0*get_total_norm(others) if others else 0
-    norm,spoilt,forward,others = _read(norm, *signs)
+    norm,spoilt,forward,others = read_all([norm, *signs])
     if overflow := not math.isfinite(norm+spoilt+others): norm = math.inf+spoilt+forward
     if not math.isnan(norm): self.scaler.update(found_inf=overflow)
     self._steps.append((scale, overflow, norm))

@@ -173,16 +173,16 @@ class _Graph:
         if not self.plan.graphs: self.plan.release()
 
 # %% ../nbs/01_precision.ipynb #693f1b29
-_bucket = 25*2**20,256
+_bucket_bytes,_bucket_tensors = 25*2**20,256
 
 def _buckets(ps):
     "`ps` in consecutive parts of up to 25 MiB and 256 tensors; one that is larger is a part of its own"
     res,left = [],-1
     for p in ps:
         left -= (n := p.nbytes)
-        if left<0 or len(res[-1])==_bucket[1]:
+        if left<0 or len(res[-1])==_bucket_tensors:
             res.append([])
-            left = _bucket[0]-n
+            left = _bucket_bytes-n
         res[-1].append(p)
     return res
 

@@ -19,7 +19,6 @@ def test_step_cost(tmp_path, capsys, monkeypatch):
     assert of[step_cost.hand]['reads']==0 and of[step_cost.loop]['operators_step']<10
 
 def test_operators_are_counted():
-    class Batch(timing.Batches): pass
     p = torch.nn.Parameter(torch.ones(3))
     def stack(model, batches):
         def run():
@@ -28,7 +27,7 @@ def test_operators_are_counted():
                 if (p.grad>0).all(): p.grad.mul_(2).tolist() # gt, all, a read, mul_, and a read without an operator
             return []
         return run
-    assert step_cost.count(stack, None, Batch([torch.ones(3)]*4))==dict(operators_forward_backward=6, operators_step=4, reads=2)
+    assert step_cost.count(stack, None, timing.Batches([torch.ones(3)]*4))==dict(operators_forward_backward=6, operators_step=4, reads=2)
 
 def test_interleaved():
     calls = []
