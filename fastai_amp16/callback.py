@@ -6,12 +6,14 @@
 __all__ = ['DynamicMixedPrecision', 'LossScale', 'SkippedSteps', 'GradNorm']
 
 # %% ../nbs/05_callback.ipynb #5f396c51
+from dataclasses import dataclass
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision,ModelToHalf,NonNativeMixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import GradientClip
 from fastai.text.learner import TextLearner
+import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from .scaler import DynamicScaler
 from .precision import PrecisionPlan,cast_floats,find_modules,_as_list,_surely,_unwrap
@@ -42,10 +44,10 @@ class DynamicMixedPrecision(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','_noted','_loss','_forward','_others','_random','_batches','_carried','_before')
-    plan = _noted = _loss = _forward = _random = _carried = _before = step_norm = None
-    _others = _batches = ()
-    _skips = False # does this batch's step?
+    _stateattrs = ('plan','_noted','_loss','_forward','_others','_random','_randoms','_batches','_carried','_before','_raised')
+    plan = _noted = _loss = _forward = _random = _carried = _before = _raised = step_norm = None
+    _others = _batches = _randoms = ()
+    _skips = _met = False # does this batch's step? has this fit heard of the other ranks?
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
     __signature__ = None # the one of `__init__`, and not that of the class above
 
@@ -94,6 +96,11 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.plan is None or self.plan.wrapped is not self.learn.model: self.plan = self.make_plan(self.learn.model)
         return self.plan
 
+    @property
+    def group(self):
+        "The group of processes that train together by `DistributedDataParallel`; `None` where this one is alone"
+        return ddp.process_group if (ddp := self.ready().ddp) else None
+
 # %% ../nbs/05_callback.ipynb #3a6cf435
 @patch
 def before_fit(self:DynamicMixedPrecision):
@@ -104,6 +111,10 @@ def before_fit(self:DynamicMixedPrecision):
         self.learn.remove_cb(cb)
     self.learn.mixed_precision = self
     self.plan = self._carried = None
+    self._met = False
+    for cb in self.learn.cbs:
+        if (theirs := getattr(vars(cb).get('accelerator'), 'mixed_precision', 'no'))!='no':
+            raise ValueError(f"Accelerate is set to mixed_precision={theirs!r}, a second mixed precision: use `accelerate launch --mixed_precision no`.")
     device = self.ready().params[0].device
     if self.amp_mode==AMPMode.BF16 and _emulates_bf16(device):
         warn(f"{torch.cuda.get_device_name(device)} has no bf16 arithmetic and only emulates it, slowly: use to_fp16_dynamic().")
@@ -118,7 +129,7 @@ def before_fit(self:DynamicMixedPrecision):
 def _shuffling(learn):
     "The generator of random numbers that shuffles fastai's training batches, if one does"
     loaders = getattr(learn.dls, 'loaders', None)
-    return getattr(loaders[0], 'rng', None) if loaders else None
+    return getattr(vars(loaders[0]).get('dl', loaders[0]), 'rng', None) if loaders else None # inside a `DistributedDL`
 
 def _random_state(learn):
     "The state of all random number generators, as lists and tensors that `weights_only=True` loads"
@@ -134,9 +145,42 @@ def _set_random_state(learn, state):
 
 @patch
 def before_train(self:DynamicMixedPrecision):
+    self._meet()
     self._epoch_start = len(self._steps)
     if self._random and hasattr(self.learn, 'skip_to_epoch'): _set_random_state(self.learn, self._random) # a fit with a `start_epoch`
     self._random = None
+
+# %% ../nbs/05_callback.ipynb #26fd49af
+def _gathered(o, group):
+    "`o` of each process of `group`, by rank"
+    if group is None: return [o]
+    res = [None]*group.size()
+    dist.all_gather_object(res, o, group=group)
+    return res
+
+def _means(os, group):
+    "Read numbers, each its mean over all processes"
+    return [o/(group.size() if group else 1) for o in read_all(os, group)]
+
+_healing = ('promoted','_broken','_wait','_pause')
+
+@patch
+def _meet(self:DynamicMixedPrecision):
+    "Begin with the scale, counts and history of rank 0, and what any rank keeps in fp32"
+    if self._met or not (group := self.group): return
+    self._met = True
+    states = _gathered(({k: getattr(self, k) for k in ('skipped','_steps','_stuck','_lowered',*_healing)}, self.scaler.state_dict()), group)
+    promoted = list(dict.fromkeys(p for o,_ in states for p in o['promoted']))
+    for k,v in states[0][0].items(): setattr(self, k, v)
+    if states[0][1]: self.scaler.load_state_dict(states[0][1])
+    if promoted!=self.promoted: self.promoted,self.plan = promoted,None
+
+@patch
+def before_validate(self:DynamicMixedPrecision): self._meet()
+
+@patch
+def after_epoch(self:DynamicMixedPrecision):
+    if group := self.group: self._randoms = _gathered(_random_state(self.learn), group)
 
 # %% ../nbs/05_callback.ipynb #7f235579
 @patch
@@ -148,7 +192,7 @@ def _zero_grad(self:DynamicMixedPrecision):
 def drop_step(self:DynamicMixedPrecision):
     "Forget a step that was begun: its gradients are still multiplied by the loss scale and must not enter another"
     self._zero_grad()
-    self._noted,self._before,self._forward,self._others,self._batches,self._stuck = None,None,None,(),(),0
+    self._noted,self._before,self._forward,self._raised,self._others,self._batches,self._stuck = None,None,None,None,(),(),0
 
 # %% ../nbs/05_callback.ipynb #ed52d2b6
 _absent = object()
@@ -223,7 +267,7 @@ def _running(learn):
     mp = learn.__dict__.get('mixed_precision')
     return mp if isinstance(mp, DynamicMixedPrecision) and mp.run else None
 
-Learner._fitting = Learner._prepared = False # is it in a fit, and is a batch through with `before_batch`?
+Learner._fitting = Learner._prepared = Learner._reduced = False # is it in a fit, is a batch through with `before_batch`, and with its backward pass?
 
 # %% ../nbs/05_callback.ipynb #fc4d33ab
 def _fit(learn, f):
@@ -241,7 +285,7 @@ def _fit(learn, f):
 
 def _batch(learn, f):
     "Run `f`, which works on one batch, its forward pass in half precision"
-    learn._prepared,mp = True,_running(learn)
+    learn._prepared,learn._reduced,mp = True,False,_running(learn)
     if mp is None: return f()
     def run():
         call = _HalfCall(learn, mp.ready())
@@ -255,9 +299,11 @@ def _batch(learn, f):
         try: run()
         except _not_faults: raise
         except Exception as e:
-            if not mp._rescue(noted, e): raise
-            run()
-        if not learn.training and not mp._is_finite() and mp._rescue(noted): run()
+            if learn.training and mp._loss is None and mp.group: mp._give_nan(e)
+            elif mp._rescue(noted, e): run()
+            else: raise
+        else:
+            if not learn.training and mp._rescue(noted): run()
     except CancelBatchException: # the gradients wait for more: `GradientAccumulation` does this all the time
         if mp.step_norm is not None: mp._scale(grad_params(learn.opt)) # it was unscaled already
         raise
@@ -267,7 +313,7 @@ def _batch(learn, f):
 
 def _backward(learn, f):
     "Run `f`, the backward pass, with norms in fp32 wherever it computes the forward pass again"
-    mp = _running(learn)
+    mp,learn._reduced = _running(learn),True
     if mp is None: return f()
     plan = mp.ready()
     try:
@@ -276,10 +322,30 @@ def _backward(learn, f):
         except _not_faults: raise
         except Exception:
             mp._zero_grad() # some have their gradients already
-            mp._loss = None # a fault of half precision, perhaps: see `_rescue`
+            if not mp.group: mp._loss = None # a fault of half precision, perhaps: see `_rescue`. Of several processes all others wait for these gradients
             raise
         if mp._loss is not None: mp._forward = mp._loss if mp._forward is None else mp._forward+mp._loss
     finally: _surely(plan.release)
+
+# %% ../nbs/05_callback.ipynb #9738677a
+class _NaN(nn.Module):
+    "In place of the user's module: a prediction that gives all its parameters NaN for a gradient"
+    def __init__(self, ps): super().__init__(); self.ps = ps
+    def forward(self): return math.nan*sum(p.sum() for p in self.ps)
+
+@patch
+def _give_nan(self:DynamicMixedPrecision, e):
+    "Take part in the backward pass of all ranks, `e` having been raised before it"
+    ddp,self._raised,self._batches = self.plan.ddp,e,(Batch.of(self.learn),)
+    module = ddp.module
+    ddp.require_forward_param_sync = False # it has been done; this forward pass sets it to True again
+    try:
+        ddp.module = _NaN([p for p in self.plan.params if p.requires_grad])
+        self.learn.loss_grad = ddp()
+    finally: ddp.module = module
+    self.learn.loss = self.learn.loss_grad.detach().clone()
+    self.learn('after_loss')
+    self.learn._do_grad_opt()
 
 # %% ../nbs/05_callback.ipynb #7e8ca9ba
 def _fastais(cls, name):
@@ -303,7 +369,7 @@ Learner._with_events.fastais = _with_events_fp32
 def before_batch(self:DynamicMixedPrecision):
     self.step_norm,self._skips,self._loss = None,False,None
     if self.training and self._forward is None: # at the first of several accumulated batches
-        self._noted,self._batches = self.ready().note_buffers(),()
+        self._noted,self._batches,self._raised = self.ready().note_buffers(),(),None
     if self.training and (self._broken or self._stuck or self._lowered>=2*self.patience-1 or _is_asked(len(self._steps)+1)): self._batches = (*self._batches, Batch.of(self.learn, get_random_states())) # to be run again
 
 @patch
@@ -318,7 +384,9 @@ def before_backward(self:DynamicMixedPrecision):
     self._loss = 0*loss.detach().sum()
     self._scale([p for p in self._others if p.grad is not None])
     self._others = ()
-    if self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)) and not self.loss.isfinite().all(): self.learn.loss = self._loss_in_fp32()
+    if self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)):
+        if not self.loss.isfinite().all(): self.learn.loss = self._loss_in_fp32()
+        if group := self.group: self.learn.loss = torch.full_like(self.loss, _means([self.loss.mean()], group)[0]) # that all may end together
     self.learn.loss_grad = self.scaler.scale(loss)
 
 @patch
@@ -346,24 +414,26 @@ def before_step(self:DynamicMixedPrecision):
     norm = get_total_norm(grads)
     # 0, or NaN where something is not finite; None: gradients without a backward pass in this step
     signs = self.carried().verdict(norm.device),0 if forward is None else forward,0*get_total_norm(others) if others else 0
-    norm,spoilt,forward,others = read_all([norm, *signs])
+    norm,spoilt,forward,others,raised = _means([norm, *signs, int(self._raised is not None)], self.group)
     if overflow := not math.isfinite(norm+spoilt+others): norm = math.inf+spoilt+forward
     if not math.isnan(norm): self.scaler.update(found_inf=overflow)
     self._steps.append((scale, overflow, norm))
-    if overflow: self._skip(noted, math.isnan(norm), scale)
+    if overflow: self._skip(noted, math.isnan(norm), scale, raised>0)
     if self.scaler.get_scale()>scale: self._lowered = 0
     self.scaler.climb()
     self.step_norm,self._stuck = norm,0
     if self._batches and _is_asked(len(self._steps)): self._check_silent(scale)
 
 @patch
-def _skip(self:DynamicMixedPrecision, noted, forward, scale):
+def _skip(self:DynamicMixedPrecision, noted, forward, scale, raised):
     self.skipped += 1
     self._skips = True
     self._zero_grad() # also where a later callback cancels what fastai does after a step
     self.ready().restore_buffers(noted or [])
     if forward and self._before: self.carried().put_back(self._before)
-    self._check_spiral(forward, scale)
+    for _,state in getattr(self.ready().ddp, '_comm_hooks', ()): # what PowerSGD has kept of these gradients would spoil all that come
+        for k in ('error_dict','p_memory_dict','q_memory_dict'): getattr(state, k, {}).clear()
+    self._check_spiral(forward, scale, raised)
     raise CancelStepException()
 
 @patch
@@ -388,15 +458,15 @@ def after_batch(self:DynamicMixedPrecision):
 
 # %% ../nbs/05_callback.ipynb #767ac30a
 @patch
-def _check_spiral(self:DynamicMixedPrecision, forward, scale):
+def _check_spiral(self:DynamicMixedPrecision, forward, scale, raised):
     self._stuck += 1
     self._broken += forward
     self._lowered += not forward
     often = self._lowered>=2*self.patience
-    if self._stuck<self.patience and not often and not (forward and self._broken>1): return
+    if self._stuck<self.patience and not often and not (forward and self._broken>1) and not raised: return
     if often: self._lowered = 0
-    report = self._examine(scale)
-    lost = report and report.verdict in ('divergence','weights') and self._stuck>=self.patience
+    reports = self._examine(scale, self._raised, now=raised)
+    lost = any(r.verdict in ('divergence','weights') for r in reports) and self._stuck>=self.patience
     if lost and self.on_spiral=='heal' and not hasattr(self.learn, 'lr_finder'): raise CancelFitException() # `lr_find` ends where the loss explodes
 
 def _is_asked(n):
@@ -407,11 +477,14 @@ def _is_asked(n):
 @patch
 def _check_silent(self:DynamicMixedPrecision, scale):
     "Does half precision predict what fp32 does? `x/x.square().mean().sqrt()` is 0 where the square is inf, and no other sign tells of it"
+    wrong = False
+    def run(plan=None): return replay(self.learn, self._batches[-1], plan, backward=False, look=False)
     try:
-        fp32 = replay(self.learn, self._batches[-1], backward=False, look=False)
-        wrong = not fp32.error and deviation(self.pred, fp32.pred)>0.1
-    except Exception as e: return warn(f"Predictions could not be compared with those of fp32: {e}") # out of memory, say
-    if wrong: self._examine(scale, inside=lambda n: True)
+        fp32 = run()
+        pred = run(self.make_plan).pred if self.group else self.pred # a norm may have had the statistics of other processes as well
+        wrong = not fp32.error and deviation(pred, fp32.pred)>0.1
+    except Exception as e: warn(f"Predictions could not be compared with those of fp32: {e}") # out of memory, say
+    if any(_gathered(wrong, self.group)): self._examine(scale, inside=lambda n: True, now=True)
 
 # %% ../nbs/05_callback.ipynb #c2fec599
 @patch
@@ -422,10 +495,13 @@ def carried(self:DynamicMixedPrecision):
 
 @patch
 def _rescue(self:DynamicMixedPrecision, noted, e=None):
-    "Forward or backward pass raised `e`, or the batch is not finite outside training: if half precision did it, mend it, so that it can run again"
-    before = len(self.promoted)
+    "Forward or backward pass raised `e`, or the batch may not be finite, outside training: if half precision did it, mend it, so that it can run again"
+    before,group = len(self.promoted),self.group
+    if self.training: bad,raised = True,e is not None
+    else: bad,raised = read_all([self._is_bad() if e is None else torch.ones((), device=self.plan.params[0].device), int(e is not None)], group)
+    if not bad: return False
     self.carried().put_back(noted)
-    if self._loss is None and hasattr(self.learn, 'xb'): self._examine(self.scaler.get_scale(), e) # else it was in the optimizer, or in a callback
+    if self._loss is None and hasattr(self.learn, 'xb'): self._examine(self.scaler.get_scale(), e, now=raised>0) # else it was in the optimizer, or in a callback
     return len(self.promoted)>before
 
 def _lowest(mp):
@@ -434,53 +510,89 @@ def _lowest(mp):
     return s.min_scale if s.is_enabled() and s.dynamic else None
 
 # %% ../nbs/05_callback.ipynb #54b4ebc9
+@dataclass
+class _Finding:
+    "What a process has found out on its batch: the report, or why there is none; whether it is mended; what the batch has raised in half precision"
+    report:PrecisionReport = None
+    failure:str = None
+    healed:bool = False
+    raised:str = None
+
 @patch
-def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None):
-    "Why is a batch not finite in half precision? Do about it what `on_spiral` says; the report, or `None` where there is nothing to tell"
-    s,healed = self.scaler,None
-    if e is None and inside is None and self._wait:
-        self._wait -= 1
-        return
-    self._pause = self._wait = 2*self._pause+1 # less and less often, unless it helps
+def _find(self:DynamicMixedPrecision, scale, e, inside):
+    "Why is a batch of this process not finite in half precision, and what mends it?"
+    res = _Finding(raised=e and f'{type(e).__name__}: {e}')
     try:
         for batch in (self.training and self._batches) or [Batch.of(self.learn)]:
             case = Case(self.learn, batch, self._keep(), self.dtype, scale, _lowest(self), self.training)
             report = diagnose(case, inside)
             if report.verdict!='healthy': break
-        if self.on_spiral=='heal' and report.verdict in ('forward','backward','loss'): healed = heal(case)
-    except Exception as ex:
-        if e is None: warn(f"Numbers are not finite in {self.amp_mode.value}, and the diagnosis failed: {ex}")
-        return
-    if self.training and inside is None and not healed and report.verdict in ('healthy','forward'):
+        if self.on_spiral=='heal' and report.verdict in ('forward','backward','loss') and (healed := heal(case)):
+            report.promoted,report.new_scale = healed
+            blame(case, report)
+            res.healed = True
+        res.report = report
+    except Exception as ex: res.failure = str(ex)
+    return res
+
+# %% ../nbs/05_callback.ipynb #4f83e8a8
+def _joined(reports):
+    "Of the `reports` of all ranks, `None` where one has nothing to tell, each fault once; it says where not all have it"
+    res = {}
+    for rank,r in enumerate(reports):
+        if r: res.setdefault((r.verdict,r.producer,r.op), {})[rank] = r
+    for ranks in res.values():
+        first,*others = ranks.values()
+        if len(ranks)<len(reports): first.sentence = f"On rank {', '.join(map(str, ranks))}: {first.sentence}"
+        first.promoted = list(dict.fromkeys(p for r in ranks.values() for p in r.promoted))
+        first.new_scale = min((r.new_scale for r in ranks.values() if r.new_scale), default=None)
+    return [next(iter(ranks.values())) for ranks in res.values()]
+
+@patch
+def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None, now=False):
+    "Why is a batch not finite in half precision? Do about it what `on_spiral` says, on all ranks the same; the reports on what there is to tell"
+    if self._wait and not now:
+        self._wait -= 1
+        return []
+    self._pause = self._wait = 2*self._pause+1 # less and less often, unless it helps
+    found = _gathered(self._find(scale, e, inside), self.group)
+    healed,raised = any(f.healed for f in found),[f"Rank {i} raised {f.raised}" for i,f in enumerate(found) if f.raised]
+    for f in found:
+        if f.failure and not raised: warn(f"Numbers are not finite in {self.amp_mode.value}, and the diagnosis failed: {f.failure}")
+    seen = [f.report for f in found if f.report]
+    if self.training and inside is None and seen and not healed and all(r.verdict in ('healthy','forward') for r in seen):
         self.carried().watched = [] # meant, or not to be helped: the loss alone decides
-    if report.verdict=='healthy' or (report.verdict in ('weights','data','divergence') and not self.training): return
-    self.reports.append(report)
+    untold = ('healthy',) if self.training else ('healthy','weights','data','divergence')
+    reports = _joined([f.report if f.report and f.report.verdict not in untold else None for f in found])
+    self.reports += reports
     if healed:
-        report.promoted,report.new_scale = healed
-        blame(case, report)
-        self.promoted = [*self.promoted, *report.promoted]
+        self.promoted = list(dict.fromkeys([*self.promoted, *(p for r in reports for p in r.promoted)]))
         self.plan = None
-        report.remedy = f"kept in fp32 from now on; keep_fp32=[{', '.join(map(repr, self._names()))}] does so from the start"
-    if report.new_scale and (report.promoted or self._stuck>=self.patience): # one batch among many sound ones says nothing on the scale
+        for r in reports:
+            if r.promoted: r.remedy = f"kept in fp32 from now on; keep_fp32=[{', '.join(map(repr, self._names()))}] does so from the start"
+    fits = [r.new_scale for r in reports if r.new_scale and (r.promoted or self._stuck>=self.patience)] # one batch among many sound ones says nothing on the scale
+    if fits:
         self._pause = self._wait = self._stuck = 0
-        n = len(self._batches) if report.new_scale<scale else 1 # the gradients of several batches add up
-        if self.training: s.update(report.new_scale/2**math.ceil(math.log2(n or 1)))
-    if report.verdict=='scale': return report
-    if self.on_spiral=='raise': raise FloatingPointError(str(report)) from e
-    warn(f"{report.sentence} Remedy: {report.remedy}.")
-    return report
+        n = len(self._batches) if min(fits)<scale else 1 # the gradients of several batches add up
+        if self.training: self.scaler.update(min(fits)/2**math.ceil(math.log2(n or 1)))
+    tell = [r for r in reports if r.verdict!='scale']
+    if tell and self.on_spiral=='raise': raise FloatingPointError('\n\n'.join(map(str, tell))) from e
+    for r in tell: warn(f"{r.sentence} Remedy: {r.remedy}.")
+    if raised and not healed and self.group: raise e or RuntimeError(raised[0])
+    return reports
 
 # %% ../nbs/05_callback.ipynb #f11e02d3
 @patch
 def _names(self:DynamicMixedPrecision):
     "All that is kept in fp32, as strings"
-    return list(dict.fromkeys(n for o in self._keep() for n in ([o] if isinstance(o, str) else find_modules(self.learn.model, o))))
+    return list(dict.fromkeys(n for o in self._keep() for n in ([o] if isinstance(o, str) else find_modules(_unwrap(self.learn.model), o))))
 
 @patch
-def _is_finite(self:DynamicMixedPrecision):
-    "Are prediction and loss finite? One read, in batches where fastai reads loss or predictions anyway"
+def _is_bad(self:DynamicMixedPrecision):
+    "1 if prediction or loss is not finite, else 0, on the device; it is read in batches where fastai reads loss or predictions anyway"
     ts = [*_tensors(self.learn.pred), *(_tensors(self.learn.loss) if len(self.learn.yb) else ())]
-    return not ts or torch.stack([t.detach().isfinite().all().to(ts[0].device) for t in ts]).all().item()
+    device = self.ready().params[0].device
+    return 1-torch.stack([t.detach().isfinite().all().to(device) for t in ts] or [torch.ones((), device=device)]).all().float()
 
 # %% ../nbs/05_callback.ipynb #4d67159e
 @contextmanager
@@ -489,6 +601,8 @@ def _training_case(learn, b=None):
     mp,dl = _running(learn),getattr(learn.dls, 'train', None)
     PrecisionPlan(learn.model) # tells what is wrong with it
     if b is None and dl is None: raise ValueError("The learner has no data loaders: give a batch, `b=`.")
+    if learn._fitting and learn.training and learn._prepared and not learn._reduced and isinstance(learn.model, nn.parallel.DistributedDataParallel):
+        raise RuntimeError("Between forward and backward pass the gradients of a diagnosis would go to the other ranks: ask in before_batch or after_backward.")
     device = getattr(dl, 'device', None) or next(learn.model.parameters()).device
     learn.model.to(device)
     with untouched(learn, dl):
@@ -608,19 +722,18 @@ class GradNorm(_StepMetric):
         return sum(norms)/len(norms) if norms else None
 
 # %% ../nbs/05_callback.ipynb #fab65fc7
-_healing = ('promoted','_broken','_wait','_pause')
-
 class _OptAndMore:
     "What `opt` is while a checkpoint is saved or loaded: the optimizer, the scaler of `mp`, and the random state"
     def __init__(self, opt, mp): self.opt,self.mp = opt,mp
     def state_dict(self):
         mp = self.mp
-        return {**self.opt.state_dict(), 'scaler':mp.scaler.state_dict(), 'random':mp._random or _random_state(mp.learn),
+        return {**self.opt.state_dict(), 'scaler':mp.scaler.state_dict(), 'random':mp._random or {**_random_state(mp.learn), 'ranks':list(mp._randoms[1:])},
                 'healing':{k: getattr(mp, k) for k in _healing}}
     def load_state_dict(self, sd):
         sd = dict(sd)
         mp,scaler = self.mp,sd.pop('scaler', None)
         mp._random,mp.plan = sd.pop('random', None),None
+        if rank := rank_distrib(): mp._random = ((mp._random or {}).get('ranks', ())[rank-1:rank] or [None])[0]
         for k,v in sd.pop('healing', {}).items(): setattr(mp, k, v)
         self.opt.load_state_dict(sd)
         if scaler: self.mp.scaler.load_state_dict(scaler)

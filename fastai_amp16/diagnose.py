@@ -6,7 +6,7 @@
 __all__ = ['untouched', 'Batch', 'replay', 'first_bad', 'deviation', 'PrecisionReport', 'Case', 'diagnose', 'heal', 'blame']
 
 # %% ../nbs/04_diagnose.ipynb #92d6b12b
-import math,random,sys,warnings
+import functools,math,random,sys,warnings
 from collections import Counter,OrderedDict,defaultdict,deque
 from collections.abc import Mapping
 from contextlib import contextmanager,nullcontext
@@ -18,12 +18,13 @@ from types import CellType,FunctionType,MethodType,NoneType
 from weakref import ref
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
+import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.nn.utils import get_total_norm
 from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook,_global_forward_hooks,_global_forward_pre_hooks
 from .clip import grad_values
-from .precision import PrecisionPlan,cast_floats,_as_list,_half_types,_unwrap
+from .precision import PrecisionPlan,cast_floats,_as_list,_half_types,_surely,_unwrap
 
 # %% ../nbs/04_diagnose.ipynb #c53fd0c0
 _containers = (list, tuple, set, dict, OrderedDict, defaultdict, Counter, deque)
@@ -269,6 +270,25 @@ def _read(watch, learn, results, scale):
     for s in set(watch.seen.values()): s.value,s.grad = [None if o is None else [values[i] for i in o] for o in (s.value,s.grad)]
     watch.finite = watch.error is None and not any(values[o[0]] for o in ends)
 
+# %% ../nbs/04_diagnose.ipynb #3f0395b7
+@functools.lru_cache(1)
+def _only_me(world): return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+@contextmanager
+def _alone(model):
+    "A context in which this process waits for no other; the groups of the norms in `model` are for `untouched` to put back"
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None or world.size()==1:
+        yield
+        return
+    me = _only_me(world)
+    try:
+        for m in model.modules():
+            if isinstance(m, nn.SyncBatchNorm): m.process_group = me
+        dist.distributed_c10d._update_default_pg(me)
+        yield
+    finally: _surely(partial(dist.distributed_c10d._update_default_pg, world))
+
 # %% ../nbs/04_diagnose.ipynb #085fb83c
 def replay(
     learn:Learner, # Its model, loss function and callbacks run; nothing of it remains
@@ -280,10 +300,10 @@ def replay(
     **kwargs # For `_Watch`
 ) -> _Watch: # What was seen: `finite`, `error`, `pred`, `frames` and more
     "Run `batch` again and note what goes through the modules; an exception that it raises is noted, too"
-    watch = _Watch(_unwrap(learn.model), **kwargs)
     eager = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext() # hooks do not see into compiled code
-    with untouched(learn), eager, torch.set_grad_enabled(backward):
-        model,results,pred = _unwrap(learn.model),None,None
+    model,results,pred = _unwrap(learn.model),None,None
+    watch = _Watch(model, **kwargs)
+    with untouched(learn), _alone(model), eager, torch.set_grad_enabled(backward):
         learn._replaying = True
         for cb in learn._grab_cbs(MixedPrecision): cb.__dict__['run'] = False # the precision is ours to choose
         learn.xb,learn.yb,states = _copied((batch.xb,batch.yb,batch.states), {})

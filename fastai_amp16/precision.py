@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn,Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from fastcore.basics import groupby,patch
 from fastcore.foundation import L
@@ -47,7 +48,7 @@ def is_norm(
 # %% ../nbs/01_precision.ipynb #26bab2c0
 def _matcher(which):
     "`which` as a predicate `(name, module) -> bool`"
-    if isinstance(which, type):      return lambda n,m: isinstance(m, which)
+    if isinstance(which, type):      return lambda n,m: isinstance(m, which) or issubclass(which, _BatchNorm) and isinstance(m, nn.SyncBatchNorm) # which takes its place
     if isinstance(which, nn.Module): return lambda n,m: m is which
     if isinstance(which, str):       return lambda n,m: n==which or (n and fnmatchcase(n, which)) # the model itself has the name ''
     if callable(which):              return which
@@ -214,14 +215,18 @@ def _has_autocast(cls):
     return any(c and ('autocast' in c.co_names or 'autocast' in c.co_name) for c in codes)
 
 # %% ../nbs/01_precision.ipynb #e82b428b
-def _unwrap(
+def _unwrapped(
     model:nn.Module # Perhaps a `DistributedDataParallel`, a `DataParallel` or the result of `torch.compile`
-) -> nn.Module:
+):
+    "`model`, what it wraps, what that wraps, and so on"
+    while model is not None:
+        yield model
+        model = model.module if isinstance(model, (nn.DataParallel,DistributedDataParallel)) else model._modules.get('_orig_mod')
+
+def _unwrap(model):
     "The user's own module inside `model`"
-    while True:
-        if isinstance(model, (nn.DataParallel,nn.parallel.DistributedDataParallel)): model = model.module
-        elif '_orig_mod' in model._modules: model = model._orig_mod
-        else: return model
+    *_,own = _unwrapped(model)
+    return own
 
 # %% ../nbs/01_precision.ipynb #fd93d5b0
 class PrecisionPlan:
@@ -243,10 +248,13 @@ class PrecisionPlan:
         if isinstance(model, nn.DataParallel) and len(model.device_ids)>1:
             raise ValueError(f"DataParallel over {len(model.device_ids)} devices is not supported: use DistributedDataParallel (learn.to_distributed).")
         self.wrapped,self.model,self.dtype,self.graphs = model,_unwrap(model),dtype,0
+        self.ddp = next((m for m in _unwrapped(model) if isinstance(m, DistributedDataParallel)), None) # one of several processes that train together
         model = self.model
         self.params = list(model.parameters())
         if not self.params: raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train in half precision.")
         half = next((f'{n} is {p.dtype}' for n,p in model.named_parameters() if p.dtype in _half_types), None)
+        if any(hasattr(p, 'device_mesh') or type(p).__name__=='FlatParameter' for p in self.params):
+            raise ValueError("The model is sharded (FSDP), which has mixed precision of its own, MixedPrecision or MixedPrecisionPolicy: use that, with bf16.")
         if half: raise ValueError(f"The parameters must be fp32 master weights and {half}: call model.float() before training.")
         dev = self.device_type
         if not torch.amp.is_autocast_available(dev): raise ValueError(f"torch has no autocast for the model's device {dev!r}: move the model to another device.")
