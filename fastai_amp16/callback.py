@@ -496,10 +496,11 @@ def carried(self:DynamicMixedPrecision):
 @patch
 def _rescue(self:DynamicMixedPrecision, noted, e=None):
     "Forward or backward pass raised `e`, or the batch may not be finite, outside training: if half precision did it, mend it, so that it can run again"
-    before,group = len(self.promoted),self.group
+    before,group,ddp = len(self.promoted),self.group,self.plan.ddp
     if self.training: bad,raised = True,e is not None
     else: bad,raised = read_all([self._is_bad() if e is None else torch.ones((), device=self.plan.params[0].device), int(e is not None)], group)
     if not bad: return False
+    if ddp and not self.training: ddp.require_forward_param_sync = False # buffers have been sent; where the forward pass has raised, it does not know yet
     self.carried().put_back(noted)
     if self._loss is None and hasattr(self.learn, 'xb'): self._examine(self.scaler.get_scale(), e, now=raised>0) # else it was in the optimizer, or in a callback
     return len(self.promoted)>before

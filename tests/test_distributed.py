@@ -1,12 +1,20 @@
 "Two real processes that train together by fastai's `distrib_ctx`, over gloo on a CPU"
-import os
+import os,signal,time,traceback,warnings
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
 import pytest,torch
 import torch.distributed as dist
-from fastai.basics import partial,Callback,DataLoader,DataLoaders,Learner,nn,set_seed
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.parallel import DistributedDataParallel
+from accelerate import DDPCommunicationHookType,DistributedDataParallelKwargs
+from fastai.basics import partial,Callback,DataLoader,DataLoaders,nn
+from fastai.callback.all import GradientAccumulation,SaveModelCallback,TerminateOnNaNCallback
+from fastai_amp16.all import GradientNormClip
 from common import *
+
+timeout = 20 # seconds, for which a rank waits for another
 
 def _worker(rank, path, f, args):
     "Run `f` as process `rank` of two"
@@ -19,8 +27,9 @@ def _worker(rank, path, f, args):
         dist.broadcast(t, rank)
         return t.tolist()
     DistributedDL._broadcast = _broadcast
-    dist.init_process_group('gloo', init_method=f'file://{path}', rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    dist.init_process_group('gloo', init_method=f'file://{path}', rank=rank, world_size=2, timeout=timedelta(seconds=timeout))
     try: return f(rank, *args)
+    except BaseException: raise AssertionError('\n'.join(traceback.format_exc().splitlines()[-12:])) from None # others may not be pickled
     finally:
         AcceleratorState._reset_state(True)
         dist.destroy_process_group()
@@ -30,10 +39,14 @@ class Ranks:
     pools = None
     def __call__(self, f, *args, path):
         self.pools = self.pools or [ProcessPoolExecutor(1, get_context('spawn')) for _ in range(2)]
-        futures = [p.submit(_worker, i, path/'store', f, args) for i,p in enumerate(self.pools)]
-        return [o.result(60) for o in futures]
+        futures = [p.submit(_worker, i, path/f.__name__, f, args) for i,p in enumerate(self.pools)]
+        errors = [f'rank {i}: {e}' for i,o in enumerate(futures) if (e := o.exception(60))]
+        if not errors: return [o.result() for o in futures]
+        self.end()
+        raise AssertionError('\n'.join(errors))
     def end(self):
-        for p in self.pools or (): p.shutdown(wait=False, cancel_futures=True)
+        for pool in self.pools or ():
+            for p in list(pool._processes.values()): p.kill()
         self.pools = None
 
 @pytest.fixture(scope='session')
@@ -48,12 +61,12 @@ def ranks(_ranks, tmp_path): return partial(_ranks, path=tmp_path)
 class Grads(Callback):
     "The gradients that each step is taken with, the weights after it, and the batches"
     order = 50
-    def before_fit(self): self.grads,self.weights,self.batches = [],[],[]
+    def before_fit(self): self.grads,self.after,self.seen = [],[],[]
     def before_batch(self):
-        if self.training: self.batches.append((*self.xb,*self.yb))
+        if self.training: self.seen.append((*self.xb,*self.yb))
     def before_step(self): self.grads.append([p.grad.clone() for p in self.model.parameters()])
     def after_batch(self):
-        if self.training: self.weights.append(weights(self))
+        if self.training: self.after.append(weights(self))
 
 def gathered(o):
     res = [None]*2
@@ -61,51 +74,307 @@ def gathered(o):
     return res
 
 def same(o):
-    "Both ranks have the same `o`"
+    "Both ranks have the same `o`; tensors bit for bit"
     a,b = gathered(o)
     if isinstance(a, list) and a and isinstance(a[0], torch.Tensor): assert equal(a, b)
     else: assert a==b, (a, b)
     return o
 
-def train(rank, n=2, cbs=(), sync_bn=False, lr=None, trainer=None, to='to_fp16_dynamic', mp={}, **kwargs):
-    "A fit on two ranks; whatever happens in it, all that must be the same on both is"
-    learn = getattr(learner(**kwargs), to)(**mp)
-    with learn.distrib_ctx(sync_bn=sync_bn, **trainer or {}): fit(learn, n, lr, cbs=[*cbs, (g := Grads())])
-    agreed(learn)
-    for w in g.weights: same(w)
-    return learn,g
-
-def agreed(learn):
+def agreed(learn, reports=True):
     clean(learn)
     mp = learn.mixed_precision
     same(weights(learn))
-    same((str(mp.history), mp.skipped, mp.scaler.state_dict(), mp.promoted, [r.sentence for r in mp.reports]))
+    same((str(mp.history), mp.skipped, mp.scaler.state_dict(), mp.promoted, *([r.sentence for r in mp.reports] if reports else ())))
+
+def train(rank, n=2, cbs=(), sync_bn=False, ddp=None, mp={}, **kwargs):
+    "A fit on two ranks, after which all that must be the same on both is; the learner and its `Grads`"
+    learn = learner(**kwargs).to_fp16_dynamic(**mp)
+    with learn.distrib_ctx(sync_bn=sync_bn, kwargs_handlers=[DistributedDataParallelKwargs(**ddp or {})]): fit(learn, n, cbs=[*cbs, (g := Grads())])
+    agreed(learn)
+    for w in g.after: same(w)
+    return learn,g
+
+def _cat(batches): return tuple(torch.cat(ts) for ts in zip(*batches))
+
+def as_one_process(g, model, n_acc=1):
+    "A learner in one process, fitted to the joined batches, and its gradients"
+    joined = [_cat(bs) for bs in zip(*gathered(g.seen))]
+    joined = [_cat(joined[i:i+n_acc]) for i in range(0, len(joined), n_acc)]
+    one = learner(model).to_fp16_dynamic()
+    one.dls = DataLoaders(DataLoader(joined, bs=None), DataLoader(joined[:1], bs=None))
+    fit(one, 1, cbs=(h := Grads()))
+    return one,h.grads
+
+def close(grads, refs, rtol=4e-3):
+    "Each gradient, all parameters together, to within a few roundings of fp16"
+    assert len(grads)==len(refs)
+    for gs,rs in zip(grads, refs):
+        a,b = [torch.cat([t.flatten() for t in ts]) for ts in (gs,rs)]
+        assert (a-b).norm()<rtol*b.norm(), ((a-b).norm()/b.norm()).item()
+
+def _sync_bn(self, x):
+    "What CUDA's kernels do, of which there are none for CPUs"
+    group = self.process_group or dist.group.WORLD
+    if not self.training or group.size()==1:
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps)
+    self.num_batches_tracked.add_(1)
+    n = len(x)*group.size()
+    mean = all_reduce(x.sum(0), group=group)/n
+    var = all_reduce((x-mean).square().sum(0), group=group)/n
+    with torch.no_grad():
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(var*n/(n-1), self.momentum)
+    return (x-mean)*(var+self.eps).rsqrt()*self.weight+self.bias
+
+@contextmanager
+def sync_bn_on_cpus():
+    theirs = nn.SyncBatchNorm.forward,DistributedDataParallel._passing_sync_batchnorm_handle
+    nn.SyncBatchNorm.forward,DistributedDataParallel._passing_sync_batchnorm_handle = _sync_bn,lambda self, module: None
+    try: yield
+    finally: nn.SyncBatchNorm.forward,DistributedDataParallel._passing_sync_batchnorm_handle = theirs
 
 def ln_mlp(): return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16,1))
 
-def _as_one_process(rank):
-    learn,g = train(rank, model=ln_mlp)
-    joined = [tuple(torch.cat(ts) for ts in zip(*bs)) for bs in zip(*gathered(g.batches))]
-    one = learner(ln_mlp).to_fp16_dynamic()
-    one.dls = DataLoaders(DataLoader(joined[:2], bs=None), DataLoader(joined[:1], bs=None))
-    def more(): one.dls = DataLoaders(DataLoader(joined[2:], bs=None), DataLoader(joined[:1], bs=None))
-    fit(one, 1, cbs=(h := Grads()))
-    hs = h.grads
-    more()
-    fit(one, 1, cbs=(h := Grads()))
-    assert len(g.grads)==len(hs+h.grads)==4
-    for gs,ref in zip(g.grads, hs+h.grads):
-        for a,b in zip(gs, ref): torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3*max(b.norm().item(), 1e-3))
-    torch.testing.assert_close(learn.mixed_precision.history.grad_norm.values, one.mixed_precision.history.grad_norm.values, rtol=2e-3, atol=0)
+def detour(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), Detour(), nn.Linear(16,1))
 
-def test_gradients_are_those_of_one_process_on_the_joined_batch(ranks): ranks(_as_one_process)
+# Gradients
 
-def _one_overflows(rank, where, sync):
-    learn,g = train(rank, model=mlp, cbs=[Poison({1,2} if where=='backward' else {1}, where)] if rank else [], lr=1e-2)
-    mp = learn.mixed_precision
-    assert mp.history.skipped.tolist()==([False,True,True,False] if where=='backward' else [False,True,False,False])
-    assert mp.scaler.get_scale()==(2**14 if where=='backward' else 2**16)
+def _joined(rank, model, sync):
+    with sync_bn_on_cpus():
+        learn,g = train(rank, model=model, sync_bn=sync)
+        one,refs = as_one_process(g, model)
+    close(g.grads, refs)
+    torch.testing.assert_close(list(learn.mixed_precision.history.grad_norm), list(one.mixed_precision.history.grad_norm), rtol=2e-3, atol=0)
+    if not sync: return
+    assert isinstance(learn.model[1], nn.SyncBatchNorm)
+    for k in ('running_mean','running_var'): torch.testing.assert_close(same([getattr(learn.model[1], k)])[0], getattr(one.model[1], k), rtol=1e-2, atol=1e-3)
+
+@pytest.mark.parametrize('model,sync', [(ln_mlp,False),(mlp,True)], ids=['layer norm','sync_bn'])
+def test_gradients_are_those_of_one_process_on_the_joined_batch(ranks, model, sync): ranks(_joined, model, sync)
+
+def _accumulates(rank):
+    learn,g = train(rank, 4, model=ln_mlp, cbs=[GradientAccumulation(32)], bs=8)
+    close(g.grads, as_one_process(g, ln_mlp, n_acc=4)[1])
+    bad,_ = train(rank, 4, cbs=[GradientAccumulation(32), *([Poison({5}, 'forward')] if rank else [])], bs=8)
+    assert bad.mixed_precision.history.skipped.tolist()==[False,True,False,False]
+
+def test_gradient_accumulation(ranks): ranks(_accumulates)
+
+def _clips(rank, norm_type):
+    clip = GradientNormClip(0.05, norm_type)
+    learn,g = train(rank, cbs=[clip, *([Poison({1}, 'backward')] if rank else [])])
+    assert len(same(clip.norms))==3 and max(clip.norms)>0.05
+    if norm_type==2: assert clip.norms==[n for n in learn.mixed_precision.history.grad_norm if n<1]
+    for gs in g.grads: assert torch.nn.utils.get_total_norm(gs, norm_type)<0.0501
+
+@pytest.mark.parametrize('norm_type', [2.,3.])
+def test_clips_by_the_same_norm(ranks, norm_type): ranks(_clips, norm_type)
+
+class Hook(Callback):
+    "What `DistributedDataParallel` compresses messages with"
+    order = 50
+    def before_train(self): self.names = [getattr(h, '__name__', str(h)) for h,_ in self.model._comm_hooks]
+
+def _compresses(rank, name):
+    ddp = dict(comm_hook=DDPCommunicationHookType[name], comm_state_option=dict(start_powerSGD_iter=2) if name=='POWER_SGD' else {})
+    learn,g = train(rank, 6, model=ln_mlp, ddp=ddp, cbs=[hook := Hook(), *([Poison({3,4}, 'backward')] if rank else [])])
+    assert hook.names==[{'FP16':'fp16_compress_hook', 'POWER_SGD':'powerSGD_hook'}[name]]
+    assert learn.mixed_precision.history.skipped.tolist()==[i in (3,4) for i in range(12)]
+    if name=='FP16': close(g.grads[:3], as_one_process(g, ln_mlp)[1][:3])
+
+@pytest.mark.parametrize('name', ['FP16','POWER_SGD'])
+def test_communication_hooks(ranks, name): ranks(_compresses, name)
+
+def line(): return nn.Sequential(nn.Linear(8,1))
+
+def _compressed_overflow(rank):
+    "The loss scale fits the backward pass, and not a message in fp16"
+    learn,g = train(rank, 8, model=line, ddp=dict(comm_hook=DDPCommunicationHookType.FP16), mp=dict(keep_fp32='0', init_scale=2.**24))
+    assert 0<learn.mixed_precision.skipped<12 and not learn.mixed_precision.history.skipped[12:].any()
+
+def test_what_a_message_in_fp16_cannot_hold_lowers_the_scale(ranks): ranks(_compressed_overflow)
+
+class Unused(nn.Module):
+    def __init__(self): super().__init__(); self.a,self.b = nn.Linear(8,16),nn.Linear(16,16)
+    def forward(self, x): return self.a(x)[:,:1]
+
+def _unused(rank):
+    class Seen(Callback):
+        order = 40
+        def before_step(self): assert all(p.grad is None for p in self.model.module.b.parameters()) and self.model.module.a.weight.grad is not None
+    learn = learner(Unused).to_fp16_dynamic()
+    with learn.distrib_ctx(sync_bn=False, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]):
+        fit(learn, 2, cbs=[Seen(), *([Poison({1}, 'backward')] if rank else [])])
+    agreed(learn)
+
+def test_find_unused_parameters(ranks): ranks(_unused)
+
+# Overflows
+
+def _one_overflows(rank, where, sync, ddp={}):
+    at = {1,2} if where=='backward' else {1}
+    with sync_bn_on_cpus(): learn,g = train(rank, cbs=[Poison(at, where)] if rank else [], sync_bn=sync, ddp=ddp)
+    assert learn.mixed_precision.history.skipped.tolist()==[i in at for i in range(4)]
+    assert learn.mixed_precision.scaler.get_scale()==(2**14 if where=='backward' else 2**16)
     assert all(v.isfinite().all() for v in learn.model.state_dict().values())
+    assert learn.model[1].num_batches_tracked==4-len(at)
+    if sync: same(list(learn.model.buffers()))
 
+@pytest.mark.parametrize('sync', [False,True], ids=['','sync_bn'])
 @pytest.mark.parametrize('where', ['forward','backward'])
-def test_an_overflow_on_one_rank_is_skipped_by_all(ranks, where): ranks(_one_overflows, where, False)
+def test_an_overflow_on_one_rank_is_skipped_by_all(ranks, where, sync): ranks(_one_overflows, where, sync)
+
+def test_norms_of_each_rank_are_put_back(ranks): ranks(_one_overflows, 'forward', False, dict(broadcast_buffers=False))
+
+def _spiral(rank, which, sync, on_spiral):
+    with sync_bn_on_cpus(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        try: learn,g = train(rank, 3, model=detour, cbs=[Poison({1,2,3}, 'precision')] if rank in which else [], sync_bn=sync, mp=dict(on_spiral=on_spiral))
+        except FloatingPointError as e: return same(str(e))
+    return [r.sentence for r in learn.mixed_precision.reports],learn.mixed_precision.promoted,same([str(w.message) for w in told if 'Remedy' in str(w.message)])
+
+@pytest.mark.parametrize('sync', [False,True], ids=['','sync_bn'])
+def test_what_one_rank_cannot_hold_all_keep_in_fp32(ranks, sync):
+    for sentences,promoted,told in ranks(_spiral, [1], sync, 'heal'):
+        assert promoted==['3'] and len(sentences)==len(told)==1 and sentences[0].startswith('On rank 1: ') and 'Detour' in sentences[0]
+
+def test_a_fault_of_all_ranks_is_told_once(ranks):
+    for sentences,promoted,told in ranks(_spiral, [0,1], False, 'heal'):
+        assert promoted==['3'] and len(sentences)==1 and not sentences[0].startswith('On rank')
+
+def test_raise_ends_all_ranks(ranks):
+    for message in ranks(_spiral, [1], False, 'raise'): assert 'On rank 1: ' in message and 'Detour' in message
+
+def _diverges(rank):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        learn,g = train(rank, 20, cbs=[Poison(range(3,99), 'backward')] if rank else [])
+    mp = learn.mixed_precision
+    assert len(mp.history)<20 and mp.reports[-1].verdict=='divergence' and mp.reports[-1].sentence.startswith('On rank 1: ')
+    assert any('divergence' in o for o in same([str(w.message) for w in told if 'Remedy' in str(w.message)]))
+
+def test_divergence_ends_all_ranks(ranks): ranks(_diverges)
+
+def _terminates(rank):
+    "fastai's callback sees an infinite loss on one rank only"
+    learn,g = train(rank, 4, cbs=[TerminateOnNaNCallback(), *([Poison({3}, 'forward')] if rank else [])])
+    assert len(learn.mixed_precision.history)==4
+
+def test_terminate_on_nan_ends_all_ranks(ranks): ranks(_terminates)
+
+def _validates(rank):
+    "What overflows in a validation on one rank only"
+    class On(Callback):
+        def before_batch(self):
+            for m in self.model.modules():
+                if isinstance(m, Detour): m.on = not self.training
+    learn,g = train(rank, model=detour, cbs=[On()] if rank else [])
+    assert learn.mixed_precision.promoted==['3'] and not learn.mixed_precision.skipped
+    assert all(math.isfinite(v) for v in learn.recorder.values[-1])
+
+def test_a_validation_is_healed_on_all_ranks(ranks): ranks(_validates)
+
+# Exceptions
+
+class Raises(nn.Module):
+    "Raises where it computes in half precision, if `on`"
+    on = False
+    def forward(self, x):
+        if self.on and (x@torch.eye(x.shape[-1])).dtype!=torch.float32: raise ValueError('no half precision here')
+        return x
+
+def raising(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), Raises(), nn.Linear(16,1))
+
+class Switch(Callback):
+    "Switches `Raises` on in training, or in validation"
+    def __init__(self, valid=False): self.valid = valid
+    def before_batch(self):
+        for m in self.model.modules():
+            if isinstance(m, Raises): m.on = self.training!=self.valid
+
+def _raises(rank, which, valid):
+    learn,g = train(rank, 3, model=raising, bs=8, cbs=[GradientAccumulation(16), *([Switch(valid)] if rank in which else [])])
+    mp = learn.mixed_precision
+    assert mp.promoted==['3'] and mp.history.skipped.tolist()==[not valid,*[False]*5]
+    assert mp.reports[0].sentence.startswith('On rank 1: ')==(which==[1])
+
+@pytest.mark.parametrize('valid', [False,True], ids=['train','valid'])
+@pytest.mark.parametrize('which', [[1],[0,1]], ids=['one','all'])
+def test_what_raises_in_half_precision_is_healed_on_all_ranks(ranks, which, valid): ranks(_raises, which, valid)
+
+def _raises_anyway(rank, valid):
+    class Boom(Callback):
+        def after_pred(self):
+            if self.training!=valid: raise KeyError('a bug')
+    learn = learner(cbs=[Boom()] if rank else []).to_fp16_dynamic()
+    with pytest.raises(KeyError if rank else RuntimeError, match='a bug'), learn.distrib_ctx(sync_bn=False): fit(learn, 2)
+    clean(learn)
+
+@pytest.mark.parametrize('valid', [False,True], ids=['train','valid'])
+def test_what_raises_anyway_ends_all_ranks(ranks, valid): ranks(_raises_anyway, valid)
+
+def _two_precisions(rank):
+    os.environ['ACCELERATE_MIXED_PRECISION'] = 'bf16' # as `accelerate launch --mixed_precision bf16` does
+    try:
+        with pytest.raises(ValueError, match='--mixed_precision no'): train(rank)
+    finally: del os.environ['ACCELERATE_MIXED_PRECISION']
+
+def test_a_second_mixed_precision_is_told_of(ranks): ranks(_two_precisions)
+
+def _reports(rank):
+    "One rank alone asks for a report in a fit"
+    class Ask(Callback):
+        def after_backward(self): self.learn.report = self.learn.diagnose_fp16()
+        def after_pred(self):
+            if self.training and not self.learn._replaying:
+                with pytest.raises(RuntimeError, match='after_backward'): self.learn.diagnose_fp16()
+    learn,g = train(rank, cbs=[Ask()] if rank else [])
+    if rank: assert learn.report.verdict=='healthy'
+
+def test_one_rank_asks_for_a_report(ranks): ranks(_reports)
+
+# From fit to fit
+
+def _differ_before(rank):
+    "A fit of each rank by itself: another scale, history, and set of promoted modules"
+    learn = learner(detour).to_fp16_dynamic()
+    fit(learn, 1, cbs=Poison(range(1,4), 'precision') if rank else Poison({1}, 'backward'))
+    assert learn.mixed_precision.promoted==(['3'] if rank else []) and learn.mixed_precision.skipped==(2 if rank else 1)
+    learn.opt = None
+    with learn.distrib_ctx(sync_bn=False): fit(learn, 2)
+    agreed(learn, reports=False)
+    assert learn.mixed_precision.promoted==['3'] and learn.mixed_precision.scaler.get_scale()==2**15 and learn.mixed_precision.skipped==1
+
+def test_a_fit_begins_with_what_rank_0_knows(ranks): ranks(_differ_before)
+
+def resumable(path, rank, cbs=()):
+    "Dropout with random numbers of each rank's own"
+    def model(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16,1))
+    learn = learner(model, path=path, cbs=[SaveModelCallback(every_epoch=True, with_opt=True), *([Poison({1,3}, 'backward')] if rank else []), *cbs])
+    torch.manual_seed(rank)
+    return learn.to_fp16_dynamic(growth_interval=3)
+
+def _goes_on(rank, path):
+    again = resumable(path, rank).load('model_1').remove_cb(Poison)
+    with again.distrib_ctx(sync_bn=False): fit(again, 4, start_epoch=2)
+    through = resumable(path/'through', rank)
+    with through.distrib_ctx(sync_bn=False): fit(through, 4)
+    agreed(through)
+    assert equal(state(through), state(again)) and same(again.mixed_precision.scaler.state_dict())==through.mixed_precision.scaler.state_dict()
+    plain = learner(through.model, path=path/'through').load('model_3') # fastai alone
+    if rank==0: assert equal(state(plain), state(through))
+
+def _dies(rank, path):
+    class Die(Callback):
+        def before_backward(self):
+            if rank and self.epoch==2: os.kill(os.getpid(), signal.SIGKILL)
+    learn,start = resumable(path, rank, [Die()]),time.monotonic()
+    try:
+        with learn.distrib_ctx(sync_bn=False): fit(learn, 4)
+    finally:
+        clean(learn)
+        assert time.monotonic()-start<timeout
+
+def test_a_killed_rank_ends_the_others_and_the_last_checkpoint_resumes_bit_for_bit(ranks, tmp_path):
+    with pytest.raises(AssertionError, match='(?s)rank 0:.*RuntimeError.*rank 1: A process in the process pool was terminated'): ranks(_dies, tmp_path)
+    ranks(_goes_on, tmp_path)
