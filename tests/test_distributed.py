@@ -86,9 +86,9 @@ def agreed(learn, reports=True):
     same(weights(learn))
     same((str(mp.history), mp.skipped, mp.scaler.state_dict(), mp.promoted, *([r.sentence for r in mp.reports] if reports else ())))
 
-def train(rank, n=2, cbs=(), sync_bn=False, ddp=None, mp={}, **kwargs):
+def train(rank, n=2, cbs=(), sync_bn=False, ddp=None, mp=None, **kwargs):
     "A fit on two ranks, after which all that must be the same on both is; the learner and its `Grads`"
-    learn = learner(**kwargs).to_fp16_dynamic(**mp)
+    learn = learner(**kwargs).to_fp16_dynamic(**mp or {})
     with learn.distrib_ctx(sync_bn=sync_bn, kwargs_handlers=[DistributedDataParallelKwargs(**ddp or {})]): fit(learn, n, cbs=[*cbs, (g := Grads())])
     agreed(learn)
     for w in g.after: same(w)
@@ -211,7 +211,7 @@ def test_find_unused_parameters(ranks): ranks(_unused)
 
 # Overflows
 
-def _one_overflows(rank, where, sync, ddp={}):
+def _one_overflows(rank, where, sync, ddp=None):
     at = {1,2} if where=='backward' else {1}
     with sync_bn_on_cpus(): learn,g = train(rank, cbs=[Poison(at, where)] if rank else [], sync_bn=sync, ddp=ddp)
     assert learn.mixed_precision.history.skipped.tolist()==[i in at for i in range(4)]
@@ -239,7 +239,7 @@ def test_what_one_rank_cannot_hold_all_keep_in_fp32(ranks, sync):
         assert promoted==['3'] and len(sentences)==len(told)==1 and sentences[0].startswith('On rank 1: ') and 'Detour' in sentences[0]
 
 def test_a_fault_of_all_ranks_is_told_once(ranks):
-    for sentences,promoted,told in ranks(_spiral, [0,1], False, 'heal'):
+    for sentences,promoted,_ in ranks(_spiral, [0,1], False, 'heal'):
         assert promoted==['3'] and len(sentences)==1 and not sentences[0].startswith('On rank')
 
 def test_raise_ends_all_ranks(ranks):
