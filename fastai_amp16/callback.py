@@ -541,7 +541,7 @@ def _joined(reports):
     "Of the `reports` of all ranks, `None` where one has nothing to tell, each fault once; it says where not all have it"
     res = {}
     for rank,r in enumerate(reports):
-        if r: res.setdefault((r.verdict,r.producer,r.op), {})[rank] = r
+        if r: res.setdefault((r.verdict,r.producer,r.op,tuple(r.samples)), {})[rank] = r
     for ranks in res.values():
         first,*others = ranks.values()
         if len(ranks)<len(reports): first.sentence = f"On rank {', '.join(map(str, ranks))}: {first.sentence}"
@@ -549,6 +549,7 @@ def _joined(reports):
         first.new_scale = min((r.new_scale for r in ranks.values() if r.new_scale), default=None)
     return [next(iter(ranks.values())) for ranks in res.values()]
 
+# %% ../nbs/05_callback.ipynb #65796add
 @patch
 def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None, now=False):
     "Why is a batch not finite in half precision? Do about it what `on_spiral` says, on all ranks the same; the reports on what there is to tell"

@@ -272,7 +272,11 @@ def _read(watch, learn, results, scale):
 
 # %% ../nbs/04_diagnose.ipynb #3f0395b7
 @functools.lru_cache(1)
-def _only_me(world): return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+def _only_me(world):
+    "A group of this process alone"
+    device,world.bound_device_id = world.bound_device_id,None # with it NCCL would split `world`, for which all must come
+    try: return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    finally: world.bound_device_id = device
 
 @contextmanager
 def _alone(model):

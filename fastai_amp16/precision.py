@@ -253,7 +253,7 @@ class PrecisionPlan:
         self.params = list(model.parameters())
         if not self.params: raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train in half precision.")
         half = next((f'{n} is {p.dtype}' for n,p in model.named_parameters() if p.dtype in _half_types), None)
-        if any(hasattr(p, 'device_mesh') or type(p).__name__=='FlatParameter' for p in self.params):
+        if any(hasattr(p, 'device_mesh') for p in self.params) or any(type(m).__name__=='FullyShardedDataParallel' for m in model.modules()):
             raise ValueError("The model is sharded (FSDP), which has mixed precision of its own, MixedPrecision or MixedPrecisionPolicy: use that, with bf16.")
         if half: raise ValueError(f"The parameters must be fp32 master weights and {half}: call model.float() before training.")
         dev = self.device_type

@@ -1,11 +1,13 @@
 "Two real processes that train together by fastai's `distrib_ctx`, over gloo on a CPU"
-import os,signal,time,traceback,warnings
+import os,re,signal,socket,subprocess,sys,time,traceback,warnings
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
+from pathlib import Path
 import pytest,torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 from accelerate import DDPCommunicationHookType,DistributedDataParallelKwargs
@@ -13,6 +15,8 @@ from fastai.basics import partial,Callback,DataLoader,DataLoaders,nn
 from fastai.callback.all import GradientAccumulation,SaveModelCallback,TerminateOnNaNCallback
 from fastai_amp16.all import GradientNormClip
 from common import *
+
+pytestmark = pytest.mark.xdist_group('ranks') # one pair of processes for all
 
 timeout = 20 # seconds, for which a rank waits for another
 
@@ -141,7 +145,7 @@ def detour(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(
 
 def _joined(rank, model, sync):
     with sync_bn_on_cpus():
-        learn,g = train(rank, model=model, sync_bn=sync)
+        learn,g = train(rank, model=model, sync_bn=sync, mp=dict(keep_fp32=nn.BatchNorm1d if sync else None))
         one,refs = as_one_process(g, model)
     close(g.grads, refs)
     torch.testing.assert_close(list(learn.mixed_precision.history.grad_norm), list(one.mixed_precision.history.grad_norm), rtol=2e-3, atol=0)
@@ -208,6 +212,24 @@ def _unused(rank):
     agreed(learn)
 
 def test_find_unused_parameters(ranks): ranks(_unused)
+
+def _sends(rank):
+    "As many bytes a step as README and example say, and 8 for a batch of the validation"
+    class Plain(Callback):
+        "Gradients are sent by a call that can be counted"
+        def before_train(self):
+            if self.epoch==0: self.model.register_comm_hook(None, allreduce_hook)
+    sizes,theirs = [],dist.all_reduce
+    def counted(t, *args, **kwargs):
+        sizes.append(t.nbytes)
+        return theirs(t, *args, **kwargs)
+    dist.all_reduce = counted
+    try: learn,g = train(rank, 3, model=ln_mlp, cbs=[Plain()])
+    finally: dist.all_reduce = theirs
+    n = sum(p.numel() for p in learn.model.parameters())
+    assert sizes==[4*n,20,4*n,20,8]*3
+
+def test_bytes_of_a_step(ranks): ranks(_sends)
 
 # Overflows
 
@@ -333,6 +355,14 @@ def _reports(rank):
 
 def test_one_rank_asks_for_a_report(ranks): ranks(_reports)
 
+def _sharded(rank):
+    from torch.distributed.fsdp import FullyShardedDataParallel,fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+    for model in (fully_shard(ln_mlp(), mesh=init_device_mesh('cpu', (2,))), FullyShardedDataParallel(ln_mlp(), device_id=torch.device('cpu'))):
+        with pytest.raises(ValueError, match='sharded'): learner(model).to_fp16_dynamic()
+
+def test_sharded_models_are_told_of(ranks): ranks(_sharded)
+
 # From fit to fit
 
 def _differ_before(rank):
@@ -378,3 +408,15 @@ def _dies(rank, path):
 def test_a_killed_rank_ends_the_others_and_the_last_checkpoint_resumes_bit_for_bit(ranks, tmp_path):
     with pytest.raises(AssertionError, match='(?s)rank 0:.*RuntimeError.*rank 1: A process in the process pool was terminated'): ranks(_dies, tmp_path)
     ranks(_goes_on, tmp_path)
+
+def test_the_example_runs_as_the_readme_says(tmp_path):
+    root = Path(__file__).parent.parent
+    command = re.search(r'uv run accelerate launch (.* examples/train_distributed.py --cpu)$', (root/'README.md').read_text(), re.M)[1]
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    words = [str(root/o) if o.startswith('examples') else o for o in command.split()]
+    cmd = [sys.executable, '-m', 'accelerate.commands.accelerate_cli', 'launch', '--main_process_port', str(port), *words, '--epochs', '2', '--compress']
+    res = subprocess.run(cmd, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert res.returncode==0, res.stderr[-2000:]
+    assert '2 processes; each step: 48,116 bytes of gradients' in res.stdout and float(res.stdout.split()[-3])>0.9 # the accuracy
