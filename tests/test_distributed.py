@@ -90,10 +90,10 @@ def agreed(learn, reports=True):
     same(weights(learn))
     same((str(mp.history), mp.skipped, mp.scaler.state_dict(), mp.promoted, *([r.sentence for r in mp.reports] if reports else ())))
 
-def train(rank, n=2, cbs=(), sync_bn=False, ddp=None, mp=None, **kwargs):
+def train(rank, epochs=2, cbs=(), sync_bn=False, ddp=None, mp=None, **kwargs):
     "A fit on two ranks, after which all that must be the same on both is; the learner and its `Grads`"
     learn = learner(**kwargs).to_fp16_dynamic(**mp or {})
-    with learn.distrib_ctx(sync_bn=sync_bn, kwargs_handlers=[DistributedDataParallelKwargs(**ddp or {})]): fit(learn, n, cbs=[*cbs, (g := Grads())])
+    with learn.distrib_ctx(sync_bn=sync_bn, kwargs_handlers=[DistributedDataParallelKwargs(**ddp or {})]): fit(learn, epochs, cbs=[*cbs, (g := Grads())])
     agreed(learn)
     for w in g.after: same(w)
     return learn,g
@@ -251,18 +251,79 @@ def test_norms_of_each_rank_are_put_back(ranks): ranks(_one_overflows, 'forward'
 def _spiral(rank, which, sync, on_spiral):
     with sync_bn_on_cpus(), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter('always')
-        try: learn,g = train(rank, 3, model=detour, cbs=[Poison({1,2,3}, 'precision')] if rank in which else [], sync_bn=sync, mp=dict(on_spiral=on_spiral))
+        cbs = [Poison({1,2,3}, 'precision')] if rank in which else []
+        try: learn,g = train(rank, 3, model=detour, cbs=cbs, sync_bn=sync, mp=dict(on_spiral=on_spiral, keep_fp32=lambda n,m: n=='4'))
         except FloatingPointError as e: return same(str(e))
     return [r.sentence for r in learn.mixed_precision.reports],learn.mixed_precision.promoted,same([str(w.message) for w in told if 'Remedy' in str(w.message)])
 
 @pytest.mark.parametrize('sync', [False,True], ids=['','sync_bn'])
 def test_what_one_rank_cannot_hold_all_keep_in_fp32(ranks, sync):
     for sentences,promoted,told in ranks(_spiral, [1], sync, 'heal'):
-        assert promoted==['3'] and len(sentences)==len(told)==1 and sentences[0].startswith('On rank 1: ') and 'Detour' in sentences[0]
+        assert promoted==['3'] and len(sentences)==len(told)==1 and sentences[0].startswith('On rank 1: ') and "keep_fp32=['4', '3']" in told[0]
 
 def test_a_fault_of_all_ranks_is_told_once(ranks):
     for sentences,promoted,_ in ranks(_spiral, [0,1], False, 'heal'):
         assert promoted==['3'] and len(sentences)==1 and not sentences[0].startswith('On rank')
+
+class Gathers(nn.Module):
+    "A contrastive loss: the predictions of all ranks"
+    def forward(self, p, t):
+        own = dist.get_rank()
+        ps = [torch.empty_like(p) for _ in range(dist.get_world_size())]
+        dist.all_gather(ps, p.detach())
+        return mse(torch.cat([*ps[:own], p, *ps[own+1:]]).mean()+p-p.mean(), t)
+
+class Own(nn.SyncBatchNorm):
+    "In a group that it was told"
+    def __init__(self): super().__init__(16, process_group=dist.group.WORLD)
+
+def own_group(): return nn.Sequential(nn.Linear(8,16), Own(), nn.ReLU(), Detour(), nn.Linear(16,1))
+
+def _one_runs_again(rank, gathers):
+    "One rank runs its batch again, the other does not answer"
+    model,loss_func = (detour,Gathers()) if gathers else (own_group,None)
+    with sync_bn_on_cpus(): learn,g = train(rank, 3, model=model, loss_func=loss_func, cbs=[Poison({1,2,3}, 'precision')] if rank else [], sync_bn=not gathers)
+    assert learn.mixed_precision.promoted==['3'] and learn.mixed_precision.reports[0].sentence.startswith('On rank 1: ')
+
+@pytest.mark.parametrize('gathers', [True,False], ids=['gathers','norm with a group'])
+def test_a_batch_that_runs_again_waits_for_nobody(ranks, gathers): ranks(_one_runs_again, gathers)
+
+class Silent(nn.Module):
+    "0 in half precision, where `on`"
+    on = False
+    def forward(self, x):
+        y = x@torch.eye(x.shape[-1])
+        return y if y.dtype==torch.float32 or not self.on else y*0
+
+def silent(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), Silent(), nn.Linear(16,1))
+
+def _silent(rank):
+    class On(Callback):
+        def before_fit(self): self.model[3].on = True
+    learn,g = train(rank, 10, model=silent, cbs=[On()] if rank else [])
+    assert learn.mixed_precision.promoted==['3'] and learn.mixed_precision.reports[0].sentence.startswith('On rank 1: ')
+    with sync_bn_on_cpus(): learn,g = train(rank, 10, bs=4, n=16, sync_bn=True)
+    assert not learn.mixed_precision.reports and not learn.mixed_precision._pause # statistics of two samples, or of four: no reason for a diagnosis
+
+def test_a_silent_failure_of_one_rank_is_healed_on_all(ranks): ranks(_silent)
+
+class Total(nn.Module):
+    "Counts in float64, where `on`"
+    on,total = False,torch.zeros((), dtype=torch.float64)
+    def forward(self, x):
+        if self.on: self.total = self.total+x.detach().sum().double()
+        return x
+
+def totals(): return nn.Sequential(nn.Linear(8,16), Total(), nn.Linear(16,1))
+
+def _carries(rank):
+    "One rank's modules carry what the other's do not"
+    class On(Callback):
+        def before_fit(self): self.model[1].on = True
+    learn,g = train(rank, model=totals, cbs=[On(), Poison({2}, 'forward')] if rank else [])
+    assert learn.mixed_precision.history.skipped.tolist()==[False,False,True,False] and (not rank or learn.model[1].total.isfinite())
+
+def test_what_modules_of_one_rank_carry(ranks): ranks(_carries)
 
 def test_raise_ends_all_ranks(ranks):
     for message in ranks(_spiral, [1], False, 'raise'): assert 'On rank 1: ' in message and 'Detour' in message
@@ -334,6 +395,26 @@ def _raises_anyway(rank, valid):
 
 @pytest.mark.parametrize('valid', [False,True], ids=['train','valid'])
 def test_what_raises_anyway_ends_all_ranks(ranks, valid): ranks(_raises_anyway, valid)
+
+class NoDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, g): raise ValueError('no derivative')
+
+class Backward(nn.Module):
+    def forward(self, x): return NoDerivative.apply(x)
+
+def no_derivative(): return nn.Sequential(nn.Linear(8,16), Backward(), nn.Linear(16,1))
+
+def _raises_backward(rank):
+    "After parts of the gradients were sent: no batch can run again"
+    learn = learner(no_derivative).to_fp16_dynamic()
+    with pytest.raises(ValueError, match='no derivative'), learn.distrib_ctx(sync_bn=False): fit(learn, 2)
+    assert not learn.mixed_precision.reports and not learn.mixed_precision._pause
+    clean(learn)
+
+def test_a_backward_pass_that_raises_ends_the_fit(ranks): ranks(_raises_backward)
 
 def _two_precisions(rank):
     os.environ['ACCELERATE_MIXED_PRECISION'] = 'bf16' # as `accelerate launch --mixed_precision bf16` does
