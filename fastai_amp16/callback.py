@@ -543,11 +543,11 @@ def _joined(reports):
     for rank,r in enumerate(reports):
         if r: res.setdefault((r.verdict,r.producer,r.op,tuple(r.samples)), {})[rank] = r
     for ranks in res.values():
-        first,*others = ranks.values()
+        first = ranks[min(ranks)]
         if len(ranks)<len(reports): first.sentence = f"On rank {', '.join(map(str, ranks))}: {first.sentence}"
         first.promoted = list(dict.fromkeys(p for r in ranks.values() for p in r.promoted))
         first.new_scale = min((r.new_scale for r in ranks.values() if r.new_scale), default=None)
-    return [next(iter(ranks.values())) for ranks in res.values()]
+    return [ranks[min(ranks)] for ranks in res.values()]
 
 # %% ../nbs/05_callback.ipynb #65796add
 @patch
@@ -626,7 +626,8 @@ def diagnose_fp16(self:Learner,
 ) -> PrecisionReport: # A table in a notebook; text by `str`, a DataFrame in `.table`, a picture by `.plot()`
     """Run one training batch in fp32 and in half precision, and report on the room that each module has; nothing of it remains
 
-    What the batch raises in fp32 is raised; `ValueError` for a model without parameters, or with parameters in half precision."""
+    What the batch raises in fp32 is raised; `ValueError` for a model without parameters, or with parameters in half precision; `RuntimeError`
+    between forward and backward pass of distributed training."""
     if self._replaying: return # a callback that asks for a report is part of it
     with _training_case(self, b) as case: return diagnose(case, inside=lambda n: True)
 
