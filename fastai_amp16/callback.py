@@ -344,7 +344,6 @@ def _give_nan(self:DynamicMixedPrecision, e):
         self.learn.loss_grad = ddp()
     finally: ddp.module = module
     self.learn.loss = self.learn.loss_grad.detach().clone()
-    self.learn('after_loss')
     self.learn._do_grad_opt()
 
 # %% ../nbs/05_callback.ipynb #7e8ca9ba
