@@ -44,8 +44,8 @@ class DynamicMixedPrecision(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','_noted','_loss','_forward','_others','_random','_randoms','_batches','_carried','_before','_raised')
-    plan = _noted = _loss = _forward = _random = _carried = _before = _raised = step_norm = None
+    _stateattrs = ('plan','_noted','_loss','_forward','_others','_random','_randoms','_batches','_carried','_before','_finding')
+    plan = _noted = _loss = _forward = _random = _carried = _before = _finding = step_norm = None
     _others = _batches = _randoms = ()
     _skips = _met = False # does this batch's step? has this fit heard of the other ranks?
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
@@ -192,7 +192,7 @@ def _zero_grad(self:DynamicMixedPrecision):
 def drop_step(self:DynamicMixedPrecision):
     "Forget a step that was begun: its gradients are still multiplied by the loss scale and must not enter another"
     self._zero_grad()
-    self._noted,self._before,self._forward,self._raised,self._others,self._batches,self._stuck = None,None,None,None,(),(),0
+    self._noted,self._before,self._forward,self._finding,self._others,self._batches,self._stuck = None,None,None,None,(),(),0
 
 # %% ../nbs/05_callback.ipynb #ed52d2b6
 _absent = object()
@@ -267,7 +267,7 @@ def _running(learn):
     mp = learn.__dict__.get('mixed_precision')
     return mp if isinstance(mp, DynamicMixedPrecision) and mp.run else None
 
-Learner._fitting = Learner._prepared = Learner._reduced = False # is it in a fit, is a batch through with `before_batch`, and with its backward pass?
+Learner._fitting = Learner._prepared = False # is it in a fit, and is a batch through with `before_batch`?
 
 # %% ../nbs/05_callback.ipynb #fc4d33ab
 def _fit(learn, f):
@@ -285,7 +285,7 @@ def _fit(learn, f):
 
 def _batch(learn, f):
     "Run `f`, which works on one batch, its forward pass in half precision"
-    learn._prepared,learn._reduced,mp = True,False,_running(learn)
+    learn._prepared,mp = True,_running(learn)
     if mp is None: return f()
     def run():
         call = _HalfCall(learn, mp.ready())
@@ -299,7 +299,7 @@ def _batch(learn, f):
         try: run()
         except _not_faults: raise
         except Exception as e:
-            if learn.training and mp._loss is None and mp.group: mp._give_nan(e)
+            if learn.training and mp._loss is None and mp.group: mp._in_fp32(noted, e, f)
             elif mp._rescue(noted, e): run()
             else: raise
         else:
@@ -313,7 +313,7 @@ def _batch(learn, f):
 
 def _backward(learn, f):
     "Run `f`, the backward pass, with norms in fp32 wherever it computes the forward pass again"
-    mp,learn._reduced = _running(learn),True
+    mp = _running(learn)
     if mp is None: return f()
     plan = mp.ready()
     try:
@@ -328,23 +328,14 @@ def _backward(learn, f):
     finally: _surely(plan.release)
 
 # %% ../nbs/05_callback.ipynb #9738677a
-class _NaN(nn.Module):
-    "In place of the user's module: a prediction that gives all its parameters NaN for a gradient"
-    def __init__(self, ps): super().__init__(); self.ps = ps
-    def forward(self): return math.nan*sum(p.sum() for p in self.ps)
-
 @patch
-def _give_nan(self:DynamicMixedPrecision, e):
-    "Take part in the backward pass of all ranks, `e` having been raised before it"
-    ddp,self._raised,self._batches = self.plan.ddp,e,(Batch.of(self.learn),)
-    module = ddp.module
-    ddp.require_forward_param_sync = False # it has been done; this forward pass sets it to True again
-    try:
-        ddp.module = _NaN([p for p in self.plan.params if p.requires_grad])
-        self.learn.loss_grad = ddp()
-    finally: ddp.module = module
-    self.learn.loss = self.learn.loss_grad.detach().clone()
-    self.learn._do_grad_opt()
+def _in_fp32(self:DynamicMixedPrecision, noted, e, f):
+    "`f`, the batch, has raised `e` in half precision: find out why, and run it in fp32; what it raises then is for this rank"
+    self.carried().put_back(noted)
+    self._batches = Batch.of(self.learn),
+    self._finding = self._find(self.scaler.get_scale(), e)
+    self.plan.ddp.require_forward_param_sync = False # it has been done; this forward pass sets it to True again
+    f()
 
 # %% ../nbs/05_callback.ipynb #7e8ca9ba
 def _fastais(cls, name):
@@ -368,7 +359,7 @@ Learner._with_events.fastais = _with_events_fp32
 def before_batch(self:DynamicMixedPrecision):
     self.step_norm,self._skips,self._loss = None,False,None
     if self.training and self._forward is None: # at the first of several accumulated batches
-        self._noted,self._batches,self._raised = self.ready().note_buffers(),(),None
+        self._noted,self._batches,self._finding = self.ready().note_buffers(),(),None
     if self.training and (self._broken or self._stuck or self._lowered>=2*self.patience-1 or _is_asked(len(self._steps)+1)): self._batches = (*self._batches, Batch.of(self.learn, get_random_states())) # to be run again
 
 @patch
@@ -413,11 +404,12 @@ def before_step(self:DynamicMixedPrecision):
     norm = get_total_norm(grads)
     # 0, or NaN where something is not finite; None: gradients without a backward pass in this step
     signs = self.carried().verdict(norm.device),0 if forward is None else forward,0*get_total_norm(others) if others else 0
-    norm,spoilt,forward,others,raised = _means([norm, *signs, int(self._raised is not None)], self.group)
+    norm,spoilt,forward,others,raised = _means([norm, *signs, int(self._finding is not None)], self.group)
     if overflow := not math.isfinite(norm+spoilt+others): norm = math.inf+spoilt+forward
     if not math.isnan(norm): self.scaler.update(found_inf=overflow)
     self._steps.append((scale, overflow, norm))
     if overflow: self._skip(noted, math.isnan(norm), scale, raised>0)
+    if raised: self._examine(scale, now=True)
     if self.scaler.get_scale()>scale: self._lowered = 0
     self.scaler.climb()
     self.step_norm,self._stuck = norm,0
@@ -464,7 +456,7 @@ def _check_spiral(self:DynamicMixedPrecision, forward, scale, raised):
     often = self._lowered>=2*self.patience
     if self._stuck<self.patience and not often and not (forward and self._broken>1) and not raised: return
     if often: self._lowered = 0
-    reports = self._examine(scale, self._raised, now=raised)
+    reports = self._examine(scale, now=raised)
     lost = any(r.verdict in ('divergence','weights') for r in reports) and self._stuck>=self.patience
     if lost and self.on_spiral=='heal' and not hasattr(self.learn, 'lr_finder'): raise CancelFitException() # `lr_find` ends where the loss explodes
 
@@ -519,7 +511,7 @@ class _Finding:
     raised:str = None
 
 @patch
-def _find(self:DynamicMixedPrecision, scale, e, inside):
+def _find(self:DynamicMixedPrecision, scale, e=None, inside=None):
     "Why is a batch of this process not finite in half precision, and what mends it?"
     res = _Finding(raised=e and f'{type(e).__name__}: {e}')
     try:
@@ -556,7 +548,7 @@ def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None, now=False):
         self._wait -= 1
         return []
     self._pause = self._wait = 2*self._pause+1 # less and less often, unless it helps
-    found = _gathered(self._find(scale, e, inside), self.group)
+    found,self._finding = _gathered(self._finding or self._find(scale, e, inside), self.group),None
     healed,raised = any(f.healed for f in found),[f"Rank {i} raised {f.raised}" for i,f in enumerate(found) if f.raised]
     for f in found:
         if f.failure and not raised: warn(f"Numbers are not finite in {self.amp_mode.value}, and the diagnosis failed: {f.failure}")
@@ -579,7 +571,7 @@ def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None, now=False):
     tell = [r for r in reports if r.verdict!='scale']
     if tell and self.on_spiral=='raise': raise FloatingPointError('\n\n'.join(map(str, tell))) from e
     for r in tell: warn(f"{r.sentence} Remedy: {r.remedy}.")
-    if raised and not healed and self.group: raise e or RuntimeError(raised[0])
+    if raised and not healed and self.group: raise RuntimeError(raised[0]) from e
     return reports
 
 # %% ../nbs/05_callback.ipynb #f11e02d3
@@ -602,8 +594,6 @@ def _training_case(learn, b=None):
     mp,dl = _running(learn),getattr(learn.dls, 'train', None)
     PrecisionPlan(learn.model) # tells what is wrong with it
     if b is None and dl is None: raise ValueError("The learner has no data loaders: give a batch, `b=`.")
-    if learn._fitting and learn.training and learn._prepared and not learn._reduced and isinstance(learn.model, nn.parallel.DistributedDataParallel):
-        raise RuntimeError("Between forward and backward pass the gradients of a diagnosis would go to the other ranks: ask in before_batch or after_backward.")
     device = getattr(dl, 'device', None) or next(learn.model.parameters()).device
     learn.model.to(device)
     with untouched(learn, dl):
@@ -625,8 +615,7 @@ def diagnose_fp16(self:Learner,
 ) -> PrecisionReport: # A table in a notebook; text by `str`, a DataFrame in `.table`, a picture by `.plot()`
     """Run one training batch in fp32 and in half precision, and report on the room that each module has; nothing of it remains
 
-    What the batch raises in fp32 is raised; `ValueError` for a model without parameters, or with parameters in half precision; `RuntimeError`
-    between forward and backward pass of distributed training."""
+    What the batch raises in fp32 is raised; `ValueError` for a model without parameters, or with parameters in half precision."""
     if self._replaying: return # a callback that asks for a report is part of it
     with _training_case(self, b) as case: return diagnose(case, inside=lambda n: True)
 

@@ -6,7 +6,7 @@
 __all__ = ['untouched', 'Batch', 'replay', 'first_bad', 'deviation', 'PrecisionReport', 'Case', 'diagnose', 'heal', 'blame']
 
 # %% ../nbs/04_diagnose.ipynb #92d6b12b
-import functools,math,random,sys,warnings
+import math,random,sys,warnings
 from collections import Counter,OrderedDict,defaultdict,deque
 from collections.abc import Mapping
 from contextlib import contextmanager,nullcontext
@@ -271,27 +271,43 @@ def _read(watch, learn, results, scale):
     watch.finite = watch.error is None and not any(values[o[0]] for o in ends)
 
 # %% ../nbs/04_diagnose.ipynb #3f0395b7
-@functools.lru_cache(1)
-def _only_me(world):
-    "A group of this process alone"
-    device,world.bound_device_id = world.bound_device_id,None # with it NCCL would split `world`, for which all must come
-    try: return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    finally: world.bound_device_id = device
+class _Done:
+    "The work of a collective that has nothing to wait for"
+    def wait(self, *args): return True
+    def is_completed(self): return True
+
+def _echo_reduce(group, ts, opts=None):
+    if opts is None or opts.reduceOp==dist.ReduceOp.SUM: torch._foreach_mul_([t.data for t in ts], group.size()) # a mean or a maximum is what it was
+    return _Done()
+
+def _echo_gather(group, outs, ins, *args):
+    for os,t in zip(outs, ins):
+        for o in os: o.data.copy_(t)
+    return _Done()
+
+def _echo_gather_one(group, out, t, *args):
+    out.data.copy_(t.flatten().repeat(group.size()).view_as(out))
+    return _Done()
+
+def _echo_nothing(group, *args, **kwargs): return _Done()
+
+def _no_echo(group, *args, **kwargs):
+    raise RuntimeError("A batch runs again on this rank alone: only all_reduce, all_gather, broadcast and barrier are possible in it.")
+
+_echoes = dict(allreduce=_echo_reduce, allreduce_coalesced=_echo_reduce, allgather=_echo_gather, _allgather_base=_echo_gather_one,
+    all_gather_single=_echo_gather_one, broadcast=_echo_nothing, barrier=_echo_nothing, **dict.fromkeys(('reduce', 'gather', 'scatter', 'reduce_scatter',
+    '_reduce_scatter_base', 'reduce_scatter_single', 'alltoall', 'alltoall_base', 'all_to_all_single', 'send', 'recv', 'recv_anysource'), _no_echo))
 
 @contextmanager
-def _alone(model):
-    "A context in which this process waits for no other; the groups of the norms in `model` are for `untouched` to put back"
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if world is None or world.size()==1:
-        yield
-        return
-    me = _only_me(world)
+def _echoing():
+    "A context in which this process waits for no other: each has what it has"
+    theirs = {k: f for k,f in vars(dist.ProcessGroup).items() if k in _echoes} if dist.is_available() and dist.is_initialized() else {}
+    def put(fs):
+        for k in theirs: setattr(dist.ProcessGroup, k, fs[k])
     try:
-        for m in model.modules():
-            if isinstance(m, nn.SyncBatchNorm): m.process_group = me
-        dist.distributed_c10d._update_default_pg(me)
+        put(_echoes)
         yield
-    finally: _surely(partial(dist.distributed_c10d._update_default_pg, world))
+    finally: _surely(partial(put, theirs))
 
 # %% ../nbs/04_diagnose.ipynb #085fb83c
 def replay(
@@ -307,7 +323,7 @@ def replay(
     eager = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext() # hooks do not see into compiled code
     model,results,pred = _unwrap(learn.model),None,None
     watch = _Watch(model, **kwargs)
-    with untouched(learn), _alone(model), eager, torch.set_grad_enabled(backward):
+    with untouched(learn), _echoing(), eager, torch.set_grad_enabled(backward):
         learn._replaying = True
         for cb in learn._grab_cbs(MixedPrecision): cb.__dict__['run'] = False # the precision is ours to choose
         learn.xb,learn.yb,states = _copied((batch.xb,batch.yb,batch.states), {})

@@ -369,16 +369,16 @@ class Raises(nn.Module):
 def raising(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), Raises(), nn.Linear(16,1))
 
 class Switch(Callback):
-    "Switches `Raises` on in training, or in validation"
-    def __init__(self, valid=False): self.valid = valid
+    "Switches `Raises` on in validation, or in the first of two batches that are accumulated"
+    def __init__(self, valid): self.valid = valid
     def before_batch(self):
         for m in self.model.modules():
-            if isinstance(m, Raises): m.on = self.training!=self.valid
+            if isinstance(m, Raises): m.on = not self.training if self.valid else self.training and self.train_iter%2==0
 
 def _raises(rank, which, valid):
     learn,g = train(rank, 3, model=raising, bs=8, cbs=[GradientAccumulation(16), *([Switch(valid)] if rank in which else [])])
     mp = learn.mixed_precision
-    assert mp.promoted==['3'] and mp.history.skipped.tolist()==[not valid,*[False]*5]
+    assert mp.promoted==['3'] and not mp.skipped
     assert mp.reports[0].sentence.startswith('On rank 1: ')==(which==[1])
 
 @pytest.mark.parametrize('valid', [False,True], ids=['train','valid'])
@@ -389,8 +389,8 @@ def _raises_anyway(rank, valid):
     class Boom(Callback):
         def after_pred(self):
             if self.training!=valid: raise KeyError('a bug')
-    learn = learner(cbs=[Boom()] if rank else []).to_fp16_dynamic()
-    with pytest.raises(KeyError if rank else RuntimeError, match='a bug'), learn.distrib_ctx(sync_bn=False): fit(learn, 2)
+    learn = learner(cbs=[Boom()]).to_fp16_dynamic()
+    with pytest.raises(RuntimeError if valid else KeyError, match='Rank 0 raised KeyError' if valid else 'a bug'), learn.distrib_ctx(sync_bn=False): fit(learn, 2)
     clean(learn)
 
 @pytest.mark.parametrize('valid', [False,True], ids=['train','valid'])
@@ -428,9 +428,7 @@ def _reports(rank):
     "One rank alone asks for a report in a fit"
     class Ask(Callback):
         def after_backward(self): self.learn.report = self.learn.diagnose_fp16()
-        def after_pred(self):
-            if self.training and not self.learn._replaying:
-                with pytest.raises(RuntimeError, match='after_backward'): self.learn.diagnose_fp16()
+        def after_pred(self): self.learn.diagnose_fp16()
     learn,g = train(rank, cbs=[Ask()] if rank else [])
     if rank: assert learn.report.verdict=='healthy'
 
