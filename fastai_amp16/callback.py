@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 from .scaler import DynamicScaler
 from .precision import PrecisionPlan,cast_floats,find_modules,_as_list,_surely,_unwrap
 from .clip import GradientNormClip,grad_params,grad_values,read_all,scale_grads
-from .diagnose import Batch,Case,PrecisionReport,blame,deviation,diagnose,heal,replay,untouched,_containers,_copied,_dicts,_tensors,_torchs
+from .diagnose import Batch,Case,PrecisionReport,blame,deviation,diagnose,heal,replay,untouched,_carry_fp32,_containers,_copied,_dicts,_tensors,_torchs
 
 # %% ../nbs/05_callback.ipynb #8289ab21
 def _check(ok, name, value, allowed):
@@ -334,6 +334,7 @@ def _in_fp32(self:DynamicMixedPrecision, noted, e, f):
     self.carried().put_back(noted)
     self._batches = Batch.of(self.learn),
     self._finding = self._find(self.scaler.get_scale(), e)
+    _carry_fp32(self.learn)
     self.plan.ddp.require_forward_param_sync = False # it has been done; this forward pass sets it to True again
     f()
 

@@ -258,6 +258,10 @@ def _dicts(learn):
     for name,o in (('',_unwrap(learn.model)), ('loss_func',learn.loss_func)):
         if isinstance(o, nn.Module): yield from ((f'{name}.{n}'.strip('.'),d) for n,m in o.named_modules() for d in (vars(m),m._buffers))
 
+def _carry_fp32(learn):
+    "What modules have carried along from half precision, hidden states, say, goes on in fp32"
+    for _,d in _dicts(learn): d.update({k: cast_floats(v) for k,v in d.items() if k not in _torchs and any(t.dtype in _half_types for t in _tensors(v))})
+
 def _read(watch, learn, results, scale):
     "One transfer from the device for all that was measured; `watch.finite` is whether the `results` and the gradients are"
     grads = grad_values([p for p in learn.model.parameters() if p.grad is not None])
@@ -276,27 +280,53 @@ class _Done:
     def wait(self, *args): return True
     def is_completed(self): return True
 
-def _echo_reduce(group, ts, opts=None):
-    if opts is None or opts.reduceOp==dist.ReduceOp.SUM: torch._foreach_mul_([t.data for t in ts], group.size()) # a mean or a maximum is what it was
-    return _Done()
+def _summed(group, opts): return group.size() if opts is None or opts.reduceOp==dist.ReduceOp.SUM else 1 # a mean or a maximum is what it was
 
-def _echo_gather(group, outs, ins, *args):
+def _echo(f):
+    "A collective: `f` does what it does if the other ranks have what this one has"
+    def collective(group, *args, **kwargs):
+        with torch.no_grad(): f(group, *args, **kwargs)
+        return _Done()
+    return collective
+
+@_echo
+def _reduce(group, ts, opts=None):
+    for t in ts: t.data.mul_(_summed(group, opts))
+
+@_echo
+def _gather(group, outs, ins, opts=None):
     for os,t in zip(outs, ins):
         for o in os: o.data.copy_(t)
-    return _Done()
 
-def _echo_gather_one(group, out, t, *args):
-    out.data.copy_(t.flatten().repeat(group.size()).view_as(out))
-    return _Done()
+@_echo
+def _gather_one(group, out, t, opts=None): out.data.copy_(t.flatten().repeat(group.size()).view_as(out))
 
-def _echo_nothing(group, *args, **kwargs): return _Done()
+@_echo
+def _reduce_scatter(group, outs, ins, opts=None):
+    for o,ts in zip(outs, ins): o.data.copy_(ts[group.rank()]*_summed(group, opts))
 
-def _no_echo(group, *args, **kwargs):
-    raise RuntimeError("A batch runs again on this rank alone: only all_reduce, all_gather, broadcast and barrier are possible in it.")
+@_echo
+def _reduce_scatter_one(group, out, t, opts=None): out.data.copy_(t.chunk(group.size())[group.rank()].view_as(out)*_summed(group, opts))
 
-_echoes = dict(allreduce=_echo_reduce, allreduce_coalesced=_echo_reduce, allgather=_echo_gather, _allgather_base=_echo_gather_one,
-    all_gather_single=_echo_gather_one, broadcast=_echo_nothing, barrier=_echo_nothing, **dict.fromkeys(('reduce', 'gather', 'scatter', 'reduce_scatter',
-    '_reduce_scatter_base', 'reduce_scatter_single', 'alltoall', 'alltoall_base', 'all_to_all_single', 'send', 'recv', 'recv_anysource'), _no_echo))
+@_echo
+def _all_to_all(group, outs, ins, opts=None):
+    for o in outs: o.data.copy_(ins[group.rank()])
+
+@_echo
+def _scatter(group, outs, ins, opts=None):
+    for i,o in enumerate(outs): o.data.copy_(ins[i][group.rank()]) if ins else o.data.zero_() # what only another one has to give
+
+@_echo
+def _nothing(group, *args, **kwargs): pass
+
+@_echo
+def _impossible(group, *args, **kwargs):
+    raise RuntimeError("A batch runs again on this rank alone, and its code wants something from another one by name.")
+
+_echoes = dict(allreduce=_reduce, allreduce_coalesced=_reduce, reduce=_reduce, allgather=_gather, gather=_gather, _allgather_base=_gather_one,
+    all_gather_single=_gather_one, reduce_scatter=_reduce_scatter, _reduce_scatter_base=_reduce_scatter_one, reduce_scatter_single=_reduce_scatter_one,
+    alltoall=_all_to_all, scatter=_scatter, broadcast=_nothing, barrier=_nothing,
+    **dict.fromkeys(('alltoall_base','all_to_all_single','send','recv','recv_anysource'), _impossible))
 
 @contextmanager
 def _echoing():
@@ -328,7 +358,8 @@ def replay(
         for cb in learn._grab_cbs(MixedPrecision): cb.__dict__['run'] = False # the precision is ours to choose
         learn.xb,learn.yb,states = _copied((batch.xb,batch.yb,batch.states), {})
         if states: set_random_states(**states)
-        plan = plan and plan(model)
+        if plan: plan = plan(model)
+        else: _carry_fp32(learn)
         handles = [register_module_forward_pre_hook(watch.pre_hook), register_module_forward_hook(watch.hook)]
         try:
             watch.on = look

@@ -227,3 +227,18 @@ def test_of_any_dtype():
             return h
     learn = fit(learner(Spectrum, cbs=Poison({2}, 'forward')).to_fp16_dynamic())
     assert learn.mixed_precision.history.skipped.tolist()==[False]*2+[True]+[False]*5 and learn.model.c.isfinite().all() and learn.model.d.isfinite().all()
+
+class Hidden(nn.Module):
+    "An LSTM that goes on with its hidden state, which is in half precision where half precision made it"
+    def __init__(self): super().__init__(); self.lstm,self.out,self.hidden,self.on = nn.LSTM(8,8),nn.Linear(8,1),None,False
+    def forward(self, x):
+        x,hidden = self.lstm(x[None], self.hidden)
+        self.hidden = tuple(h.detach() for h in hidden)
+        if self.on and x.dtype!=torch.float32: raise ValueError('no half precision here')
+        return self.out(x[0])
+
+def test_a_hidden_state_of_half_precision_goes_on_in_fp32():
+    class On(Callback):
+        def before_batch(self): self.model.on = self.iter==2
+    learn = fit(learner(Hidden, cbs=On()).to_bf16_dynamic(), 1)
+    assert learn.mixed_precision.reports[0].verdict=='forward' and len(learn.mixed_precision.history)==4 and not learn.mixed_precision.skipped

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest,torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.nn.functional import all_reduce
+from torch.distributed.nn.functional import all_gather,all_reduce
 from torch.nn.parallel import DistributedDataParallel
 from accelerate import DDPCommunicationHookType,DistributedDataParallelKwargs
 from fastai.basics import partial,Callback,DataLoader,DataLoaders,nn
@@ -266,12 +266,12 @@ def test_a_fault_of_all_ranks_is_told_once(ranks):
         assert promoted==['3'] and len(sentences)==1 and not sentences[0].startswith('On rank')
 
 class Gathers(nn.Module):
-    "A contrastive loss: the predictions of all ranks"
+    "A contrastive loss: the predictions of all ranks, whose number and group it knows from before"
+    def __init__(self): super().__init__(); self.n,self.group = dist.get_world_size(),dist.new_group([0,1])
     def forward(self, p, t):
-        own = dist.get_rank()
-        ps = [torch.empty_like(p) for _ in range(dist.get_world_size())]
-        dist.all_gather(ps, p.detach())
-        return mse(torch.cat([*ps[:own], p, *ps[own+1:]]).mean()+p-p.mean(), t)
+        ps = [torch.empty_like(p) for _ in range(self.n)]
+        dist.all_gather(ps, p.detach(), group=self.group)
+        return mse(p, t)+mse(torch.cat(ps).mean(), torch.cat(all_gather(p, group=self.group)).mean())
 
 class Own(nn.SyncBatchNorm):
     "In a group that it was told"
@@ -370,13 +370,14 @@ def raising(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU
 
 class Switch(Callback):
     "Switches `Raises` on in validation, or in the first of two batches that are accumulated"
-    def __init__(self, valid): self.valid = valid
+    def __init__(self, on, valid): self.on,self.valid = on,valid
+    def before_fit(self): self.recorder.train_metrics = True # which look at the predictions
     def before_batch(self):
         for m in self.model.modules():
-            if isinstance(m, Raises): m.on = not self.training if self.valid else self.training and self.train_iter%2==0
+            if isinstance(m, Raises): m.on = self.on and (not self.training if self.valid else self.training and self.train_iter%2==0)
 
 def _raises(rank, which, valid):
-    learn,g = train(rank, 3, model=raising, bs=8, cbs=[GradientAccumulation(16), *([Switch(valid)] if rank in which else [])])
+    learn,g = train(rank, 3, model=raising, bs=8, cbs=[GradientAccumulation(16), TerminateOnNaNCallback(), Switch(rank in which, valid)], metrics=mse)
     mp = learn.mixed_precision
     assert mp.promoted==['3'] and not mp.skipped
     assert mp.reports[0].sentence.startswith('On rank 1: ')==(which==[1])
@@ -425,12 +426,13 @@ def _two_precisions(rank):
 def test_a_second_mixed_precision_is_told_of(ranks): ranks(_two_precisions)
 
 def _reports(rank):
-    "One rank alone asks for a report in a fit"
+    "One rank alone asks for a report in a fit; then all can do what they must do together"
     class Ask(Callback):
         def after_backward(self): self.learn.report = self.learn.diagnose_fp16()
         def after_pred(self): self.learn.diagnose_fp16()
     learn,g = train(rank, cbs=[Ask()] if rank else [])
     if rank: assert learn.report.verdict=='healthy'
+    dist.barrier(dist.new_group([0,1]))
 
 def test_one_rank_asks_for_a_report(ranks): ranks(_reports)
 
