@@ -1,5 +1,5 @@
 "Two real processes that train together by fastai's `distrib_ctx`, over gloo on a CPU"
-import os,re,signal,socket,subprocess,sys,time,traceback,warnings
+import os,re,signal,socket,subprocess,sys,tempfile,time,traceback,warnings
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.nn.functional import all_gather,all_reduce
 from torch.nn.parallel import DistributedDataParallel
 from accelerate import DDPCommunicationHookType,DistributedDataParallelKwargs
-from fastai.basics import partial,Callback,DataLoader,DataLoaders,nn
+from fastai.basics import Callback,DataLoader,DataLoaders,nn
 from fastai.callback.all import GradientAccumulation,SaveModelCallback,TerminateOnNaNCallback
 from fastai_amp16.all import GradientNormClip
 from common import *
@@ -31,19 +31,20 @@ def _worker(rank, path, f, args):
         dist.broadcast(t, rank)
         return t.tolist()
     DistributedDL._broadcast = _broadcast
-    dist.init_process_group('gloo', init_method=f'file://{path}', rank=rank, world_size=2, timeout=timedelta(seconds=timeout))
+    if not dist.is_initialized():
+        dist.init_process_group('gloo', init_method=f'file://{path}', rank=rank, world_size=2, timeout=timedelta(seconds=timeout))
     try: return f(rank, *args)
     except BaseException: raise AssertionError('\n'.join(traceback.format_exc().splitlines()[-12:])) from None # others may not be pickled
-    finally:
-        AcceleratorState._reset_state(True)
-        dist.destroy_process_group()
+    finally: AcceleratorState._reset_state(True)
 
 class Ranks:
-    "Two processes that live on from test to test"
+    "Two processes that live on, with their group, from test to test"
     pools = None
-    def __call__(self, f, *args, path):
-        self.pools = self.pools or [ProcessPoolExecutor(1, get_context('spawn')) for _ in range(2)]
-        futures = [p.submit(_worker, i, path/f.__name__, f, args) for i,p in enumerate(self.pools)]
+    def __call__(self, f, *args):
+        if self.pools is None:
+            self.pools = [ProcessPoolExecutor(1, get_context('spawn')) for _ in range(2)]
+            self.store = Path(tempfile.mkdtemp())/'store'
+        futures = [p.submit(_worker, i, self.store, f, args) for i,p in enumerate(self.pools)]
         errors = [f'rank {i}: {e}' for i,o in enumerate(futures) if (e := o.exception(60))]
         if not errors: return [o.result() for o in futures]
         self.end()
@@ -54,13 +55,10 @@ class Ranks:
         self.pools = None
 
 @pytest.fixture(scope='session')
-def _ranks():
+def ranks():
     ranks = Ranks()
     yield ranks
     ranks.end()
-
-@pytest.fixture
-def ranks(_ranks, tmp_path): return partial(_ranks, path=tmp_path)
 
 class Grads(Callback):
     "The gradients that each step is taken with, the weights after it, and the batches"
