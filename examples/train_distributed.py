@@ -51,6 +51,8 @@ def main():
     hook = DDPCommunicationHookType.FP16 if args.compress else DDPCommunicationHookType.NO
     with learn.distrib_ctx(sync_bn=not args.cpu, cpu=args.cpu, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)]): # CPUs have no kernels for sync_bn
         learn.fit_one_cycle(args.epochs, 3e-3, start_epoch=args.start_epoch)
-    if torch.distributed.is_initialized(): torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier() # none goes while another still talks to it
+        torch.distributed.destroy_process_group()
 
 if __name__=='__main__': main()

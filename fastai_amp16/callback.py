@@ -160,7 +160,8 @@ def _gathered(o, group):
 
 def _means(os, group):
     "Read numbers, each its mean over all processes"
-    return [o/(group.size() if group else 1) for o in read_all(os, group)]
+    os = read_all(os, group)
+    return [o/group.size() for o in os] if group else os
 
 _healing = ('promoted','_broken','_wait','_pause')
 
@@ -169,18 +170,19 @@ def _meet(self:DynamicMixedPrecision):
     "Begin with the scale, counts and history of rank 0, and what any rank keeps in fp32"
     if self._met or not (group := self.group): return
     self._met = True
-    states = _gathered(({k: getattr(self, k) for k in ('skipped','_steps','_stuck','_lowered',*_healing)}, self.scaler.state_dict()), group)
-    promoted = list(dict.fromkeys(p for o,_ in states for p in o['promoted']))
-    for k,v in states[0][0].items(): setattr(self, k, v)
-    if states[0][1]: self.scaler.load_state_dict(states[0][1])
-    if promoted!=self.promoted: self.promoted,self.plan = promoted,None
+    mine = None if group.rank() else ({k: getattr(self, k) for k in ('skipped','_steps','_stuck','_lowered',*_healing)}, self.scaler.state_dict())
+    promoted,states = zip(*_gathered((self.promoted, mine), group))
+    (counts,scaler),*_ = states
+    for k,v in counts.items(): setattr(self, k, v)
+    if scaler: self.scaler.load_state_dict(scaler)
+    self.promoted,self.plan = list(dict.fromkeys(sum(promoted, []))),None
 
 @patch
 def before_validate(self:DynamicMixedPrecision): self._meet()
 
 @patch
 def after_epoch(self:DynamicMixedPrecision):
-    if group := self.group: self._randoms = _gathered(_random_state(self.learn), group)
+    if self.learn._fitting and (group := self.group): self._randoms = _gathered(_random_state(self.learn), group)
 
 # %% ../nbs/05_callback.ipynb #7f235579
 @patch
@@ -332,8 +334,7 @@ def _backward(learn, f):
 def _in_fp32(self:DynamicMixedPrecision, noted, e, f):
     "`f`, the batch, has raised `e` in half precision: find out why, and run it in fp32; what it raises then is for this rank"
     self.carried().put_back(noted)
-    self._batches = Batch.of(self.learn),
-    self._finding = self._find(self.scaler.get_scale(), e)
+    self._finding = self._find(self.scaler.get_scale(), e, batches=[Batch.of(self.learn)])
     _carry_fp32(self.learn)
     self.plan.ddp.require_forward_param_sync = False # it has been done; this forward pass sets it to True again
     f()
@@ -488,11 +489,11 @@ def carried(self:DynamicMixedPrecision):
 @patch
 def _rescue(self:DynamicMixedPrecision, noted, e=None):
     "Forward or backward pass raised `e`, or the batch may not be finite, outside training: if half precision did it, mend it, so that it can run again"
-    before,group,ddp = len(self.promoted),self.group,self.plan.ddp
-    if self.training: bad,raised = True,e is not None
-    else: bad,raised = read_all([self._is_bad() if e is None else torch.ones((), device=self.plan.params[0].device), int(e is not None)], group)
+    before,plan,raised = len(self.promoted),self.ready(),int(e is not None)
+    if self.training or not plan.ddp: bad = e is not None or self._is_bad().item()
+    else: bad,raised = read_all([torch.ones((), device=plan.params[0].device)*(e is not None or self._is_bad()), raised], self.group)
     if not bad: return False
-    if ddp and not self.training: ddp.require_forward_param_sync = False # buffers have been sent; where the forward pass has raised, it does not know yet
+    if plan.ddp and not self.training: plan.ddp.require_forward_param_sync = False # buffers have been sent; where the forward pass has raised, it does not know yet
     self.carried().put_back(noted)
     if self._loss is None and hasattr(self.learn, 'xb'): self._examine(self.scaler.get_scale(), e, now=raised>0) # else it was in the optimizer, or in a callback
     return len(self.promoted)>before
@@ -512,11 +513,11 @@ class _Finding:
     raised:str = None
 
 @patch
-def _find(self:DynamicMixedPrecision, scale, e=None, inside=None):
+def _find(self:DynamicMixedPrecision, scale, e=None, inside=None, batches=()):
     "Why is a batch of this process not finite in half precision, and what mends it?"
     res = _Finding(raised=e and f'{type(e).__name__}: {e}')
     try:
-        for batch in (self.training and self._batches) or [Batch.of(self.learn)]:
+        for batch in batches or (self.training and self._batches) or [Batch.of(self.learn)]:
             case = Case(self.learn, batch, self._keep(), self.dtype, scale, _lowest(self), self.training)
             report = diagnose(case, inside)
             if report.verdict!='healthy': break
@@ -529,7 +530,7 @@ def _find(self:DynamicMixedPrecision, scale, e=None, inside=None):
     return res
 
 # %% ../nbs/05_callback.ipynb #4f83e8a8
-def _joined(reports):
+def _merged(reports):
     "Of the `reports` of all ranks, `None` where one has nothing to tell, each fault once; it says where not all have it"
     res = {}
     for rank,r in enumerate(reports):
@@ -549,7 +550,7 @@ def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None, now=False):
         self._wait -= 1
         return []
     self._pause = self._wait = 2*self._pause+1 # less and less often, unless it helps
-    found,self._finding = _gathered(self._finding or self._find(scale, e, inside), self.group),None
+    found,self._finding = _gathered((self.training and self._finding) or self._find(scale, e, inside), self.group),None
     healed,raised = any(f.healed for f in found),[f"Rank {i} raised {f.raised}" for i,f in enumerate(found) if f.raised]
     for f in found:
         if f.failure and not raised: warn(f"Numbers are not finite in {self.amp_mode.value}, and the diagnosis failed: {f.failure}")
@@ -557,7 +558,7 @@ def _examine(self:DynamicMixedPrecision, scale, e=None, inside=None, now=False):
     if self.training and inside is None and seen and not healed and all(r.verdict in ('healthy','forward') for r in seen):
         self.carried().watched = [] # meant, or not to be helped: the loss alone decides
     untold = ('healthy',) if self.training else ('healthy','weights','data','divergence')
-    reports = _joined([f.report if f.report and f.report.verdict not in untold else None for f in found])
+    reports = _merged([f.report if f.report and f.report.verdict not in untold else None for f in found])
     self.reports += reports
     if healed:
         self.promoted = list(dict.fromkeys([*self.promoted, *(p for r in reports for p in r.promoted)]))
@@ -583,10 +584,9 @@ def _names(self:DynamicMixedPrecision):
 
 @patch
 def _is_bad(self:DynamicMixedPrecision):
-    "1 if prediction or loss is not finite, else 0, on the device; it is read in batches where fastai reads loss or predictions anyway"
+    "Is prediction or loss not finite? A tensor; it is read in batches where fastai reads loss or predictions anyway"
     ts = [*_tensors(self.learn.pred), *(_tensors(self.learn.loss) if len(self.learn.yb) else ())]
-    device = self.ready().params[0].device
-    return 1-torch.stack([t.detach().isfinite().all().to(device) for t in ts] or [torch.ones((), device=device)]).all().float()
+    return ~torch.stack([t.detach().isfinite().all().to(ts[0].device) for t in ts]).all() if ts else torch.tensor(False)
 
 # %% ../nbs/05_callback.ipynb #4d67159e
 @contextmanager

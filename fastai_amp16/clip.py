@@ -42,12 +42,12 @@ def read_all(
     group=None # A group of processes: the sums over all of them; one of `os` must be a tensor, as which the others travel
 ) -> list: # Numbers
     "Numbers for tensors, all by one read of the device of the first"
-    like = next((o for o in os if isinstance(o, Tensor)), None)
-    if like is None: return os
-    if group is not None: os = [o.to(like.dtype) if isinstance(o, Tensor) else like.new_full((), o) for o in os]
-    flat = torch.stack([o.to(like.device) for o in os if isinstance(o, Tensor)])
-    if group is not None: torch.distributed.all_reduce(flat, group=group) # of these all ranks get the same, NaN and infinity included
-    read = iter(flat.tolist())
+    ts = [o for o in os if isinstance(o, Tensor)]
+    if group is not None:
+        flat = torch.stack([o.to(ts[0]) if isinstance(o, Tensor) else ts[0].new_full((), o) for o in os])
+        torch.distributed.all_reduce(flat, group=group) # all ranks get the same, NaN and infinity included
+        return flat.tolist()
+    read = iter(torch.stack([t.to(ts[0].device) for t in ts]).tolist() if ts else [])
     return [next(read) if isinstance(o, Tensor) else o for o in os]
 
 # %% ../nbs/03_clip.ipynb #59f494a8

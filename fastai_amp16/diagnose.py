@@ -280,7 +280,7 @@ class _Done:
     def wait(self, *args): return True
     def is_completed(self): return True
 
-def _summed(group, opts): return group.size() if opts is None or opts.reduceOp==dist.ReduceOp.SUM else 1 # a mean or a maximum is what it was
+def _summed(group, opts): return group.size() if opts is None or opts.reduceOp==dist.ReduceOp.SUM else 1 # a mean, a maximum, a minimum is what it was
 
 def _echo(f):
     "A collective: `f` does what it does if the other ranks have what this one has"
@@ -313,20 +313,29 @@ def _all_to_all(group, outs, ins, opts=None):
     for o in outs: o.data.copy_(ins[group.rank()])
 
 @_echo
-def _scatter(group, outs, ins, opts=None):
-    for i,o in enumerate(outs): o.data.copy_(ins[i][group.rank()]) if ins else o.data.zero_() # what only another one has to give
+def _all_to_all_one(group, out, t, out_sizes=(), in_sizes=(), opts=None):
+    if out_sizes or in_sizes: _impossible(group)
+    out.data.copy_(t.chunk(group.size())[group.rank()].flatten().repeat(group.size()).view_as(out))
+
+@_echo
+def _scatter(group, outs, ins, opts=None): # which gives the gradient of a gather over gloo: there is none from the others
+    for i,o in enumerate(outs): o.data.copy_(ins[i][group.rank()]) if ins else o.data.zero_()
+
+@_echo
+def _broadcast(group, ts, opts=None):
+    if opts is not None and opts.rootRank!=group.rank(): _impossible(group)
 
 @_echo
 def _nothing(group, *args, **kwargs): pass
 
-@_echo
 def _impossible(group, *args, **kwargs):
-    raise RuntimeError("A batch runs again on this rank alone, and its code wants something from another one by name.")
+    raise RuntimeError("A batch runs again on this rank alone, and its code wants what only another rank knows.")
 
 _echoes = dict(allreduce=_reduce, allreduce_coalesced=_reduce, reduce=_reduce, allgather=_gather, gather=_gather, _allgather_base=_gather_one,
     all_gather_single=_gather_one, reduce_scatter=_reduce_scatter, _reduce_scatter_base=_reduce_scatter_one, reduce_scatter_single=_reduce_scatter_one,
-    alltoall=_all_to_all, scatter=_scatter, broadcast=_nothing, barrier=_nothing,
-    **dict.fromkeys(('alltoall_base','all_to_all_single','send','recv','recv_anysource'), _impossible))
+    alltoall=_all_to_all, alltoall_base=_all_to_all_one, all_to_all_single=_all_to_all_one, scatter=_scatter, broadcast=_broadcast, barrier=_nothing,
+    monitored_barrier=_nothing, **dict.fromkeys(('send', 'recv', 'recv_anysource', 'gather_single', 'gather_into_tensor', 'allgather_coalesced',
+    'all_gather_single_coalesced', 'allgather_into_tensor_coalesced', 'reduce_scatter_single_coalesced', 'reduce_scatter_tensor_coalesced'), _impossible))
 
 @contextmanager
 def _echoing():

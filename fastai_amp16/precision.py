@@ -50,7 +50,7 @@ def _matcher(which):
     "`which` as a predicate `(name, module) -> bool`"
     # a SyncBatchNorm may have taken the place of another batch norm, whose weights it has
     if isinstance(which, type):      return lambda n,m: isinstance(m, which) or issubclass(which, _BatchNorm) and isinstance(m, nn.SyncBatchNorm)
-    if isinstance(which, nn.Module): return lambda n,m: m is which or isinstance(m, nn.SyncBatchNorm) and m.weight is getattr(which, 'weight', m)
+    if isinstance(which, nn.Module): return lambda n,m: m is which or isinstance(m, nn.SyncBatchNorm) and m.affine and m.weight is getattr(which, 'weight', None)
     if isinstance(which, str):       return lambda n,m: n==which or (n and fnmatchcase(n, which)) # the model itself has the name ''
     if callable(which):              return which
     raise TypeError(f"keep_fp32 takes modules, module types, dotted names with * and predicates (name, module) -> bool, and got {which!r}.")

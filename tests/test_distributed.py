@@ -271,6 +271,27 @@ class Gathers(nn.Module):
         dist.all_gather(ps, p.detach(), group=self.group)
         return mse(p, t)+mse(torch.cat(ps).mean(), torch.cat(all_gather(p, group=self.group)).mean())
 
+class Broadcasts(nn.Module):
+    "A factor that rank 0 draws for all"
+    def forward(self, x):
+        factor = torch.zeros(1)
+        if dist.get_rank()==0: factor.uniform_(0.9, 1.1)
+        dist.broadcast(factor, 0)
+        return x/factor.to(x.dtype)
+
+def broadcasts(): return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.ReLU(), Broadcasts(), Detour(), nn.Linear(16,1))
+
+def _others_know(rank, which):
+    "What rank 1 cannot judge is no divergence, and rank 0 can judge it"
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        learn,g = train(rank, 3, model=broadcasts, cbs=[Poison({1,2,3}, 'precision')] if rank in which else [])
+    mp = learn.mixed_precision
+    assert len(mp.history)==6 and mp.promoted==(['4'] if 0 in which else []) and mp.history.skipped.tolist()==[False,True,True,0 not in which,False,False]
+
+@pytest.mark.parametrize('which', [[1],[0,1]], ids=['one','all'])
+def test_a_batch_that_only_others_can_judge(ranks, which): ranks(_others_know, which)
+
 class Own(nn.SyncBatchNorm):
     "In a group that it was told"
     def __init__(self): super().__init__(16, process_group=dist.group.WORLD)
@@ -380,6 +401,18 @@ def _raises(rank, which, valid):
     assert mp.promoted==['3'] and not mp.skipped
     assert mp.reports[0].sentence.startswith('On rank 1: ')==(which==[1])
 
+def _raises_late(rank):
+    "In the second of two accumulated batches, while the scale finds its level"
+    class Late(Switch):
+        def before_batch(self):
+            for m in self.model.modules():
+                if isinstance(m, Raises): m.on = self.on and self.training and self.train_iter%4==3
+    for at in (1,2):
+        learn,g = train(rank, 4, model=raising, bs=8, mp=dict(init_scale=2.**30, max_scale=2.**30, patience=at), cbs=[GradientAccumulation(16), Late(rank==1, False)])
+        assert learn.mixed_precision.promoted==['3'] and learn.mixed_precision.skipped
+
+def test_an_exception_while_the_scale_is_too_high(ranks): ranks(_raises_late)
+
 @pytest.mark.parametrize('valid', [False,True], ids=['train','valid'])
 @pytest.mark.parametrize('which', [[1],[0,1]], ids=['one','all'])
 def test_what_raises_in_half_precision_is_healed_on_all_ranks(ranks, which, valid): ranks(_raises, which, valid)
@@ -444,17 +477,32 @@ def test_sharded_models_are_told_of(ranks): ranks(_sharded)
 
 # From fit to fit
 
-def _differ_before(rank):
+class Always(Callback):
+    "A fault in each training batch"
+    def before_batch(self):
+        for m in self.model.modules():
+            if isinstance(m, Detour): m.on = self.training
+
+def _differ_before(rank, which):
     "A fit of each rank by itself: another scale, history, and set of promoted modules"
     learn = learner(detour).to_fp16_dynamic()
-    fit(learn, 1, cbs=Poison(range(1,4), 'precision') if rank else Poison({1}, 'backward'))
-    assert learn.mixed_precision.promoted==(['3'] if rank else []) and learn.mixed_precision.skipped==(2 if rank else 1)
+    fit(learn, 1, cbs=Poison(range(1,4), 'precision') if rank==which else Poison({1}, 'backward'))
+    assert learn.mixed_precision.promoted==(['3'] if rank==which else []) and learn.mixed_precision.skipped==(2 if rank==which else 1)
     learn.opt = None
-    with learn.distrib_ctx(sync_bn=False): fit(learn, 2)
+    with learn.distrib_ctx(sync_bn=False): fit(learn, 2, cbs=Always())
     agreed(learn, reports=False)
-    assert learn.mixed_precision.promoted==['3'] and learn.mixed_precision.scaler.get_scale()==2**15 and learn.mixed_precision.skipped==1
+    mp = learn.mixed_precision
+    assert mp.promoted==['3'] and mp.scaler.get_scale()==(2**15 if which else 2**16) and mp.skipped==(1 if which else 2)
 
-def test_a_fit_begins_with_what_rank_0_knows(ranks): ranks(_differ_before)
+@pytest.mark.parametrize('which', [0,1])
+def test_a_fit_begins_with_what_rank_0_knows(ranks, which): ranks(_differ_before, which)
+
+def _validates_alone(rank):
+    learn = learner(mlp).to_fp16_dynamic()
+    with learn.distrib_ctx(sync_bn=False), learn.no_bar(), learn.no_logging(): res = learn.validate()
+    assert math.isfinite(res[0]) and not learn.mixed_precision._randoms # nothing that an exception would wait with
+
+def test_a_validation_by_itself(ranks): ranks(_validates_alone)
 
 def resumable(path, rank, cbs=()):
     "Dropout with random numbers of each rank's own"
