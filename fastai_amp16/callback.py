@@ -334,7 +334,7 @@ def _backward(learn, f):
 def _in_fp32(self:DynamicMixedPrecision, noted, e, f):
     "`f`, the batch, has raised `e` in half precision: find out why, and run it in fp32; what it raises then is for this rank"
     self.carried().put_back(noted)
-    self._finding = self._find(self.scaler.get_scale(), e, batches=[Batch.of(self.learn)])
+    self._finding = self._find(self.scaler.get_scale(), e)
     _carry_fp32(self.learn)
     self.plan.ddp.require_forward_param_sync = False # it has been done; this forward pass sets it to True again
     f()
@@ -513,11 +513,11 @@ class _Finding:
     raised:str = None
 
 @patch
-def _find(self:DynamicMixedPrecision, scale, e=None, inside=None, batches=()):
+def _find(self:DynamicMixedPrecision, scale, e=None, inside=None):
     "Why is a batch of this process not finite in half precision, and what mends it?"
     res = _Finding(raised=e and f'{type(e).__name__}: {e}')
     try:
-        for batch in batches or (self.training and self._batches) or [Batch.of(self.learn)]:
+        for batch in (self.training and self._batches) or [Batch.of(self.learn)]:
             case = Case(self.learn, batch, self._keep(), self.dtype, scale, _lowest(self), self.training)
             report = diagnose(case, inside)
             if report.verdict!='healthy': break
