@@ -288,7 +288,7 @@ def _others_know(rank, which):
         warnings.simplefilter('ignore')
         learn,g = train(rank, 3, model=broadcasts, cbs=[Poison({1,2,3}, 'precision')] if rank in which else [])
     mp = learn.mixed_precision
-    assert len(mp.history)==6 and mp.promoted==(['4'] if 0 in which else []) and mp.history.skipped.tolist()==[False,True,True,0 not in which,False,False]
+    assert [r.verdict for r in mp.reports]==['forward']*(0 in which) and mp.promoted==(['4'] if 0 in which else []) and mp.history.skipped.tolist()==[False,True,True,0 not in which,False,False]
 
 @pytest.mark.parametrize('which', [[1],[0,1]], ids=['one','all'])
 def test_a_batch_that_only_others_can_judge(ranks, which): ranks(_others_know, which)
@@ -440,6 +440,26 @@ def _raises(rank, which, valid):
     mp = learn.mixed_precision
     assert mp.promoted==['3'] and not mp.skipped
     assert mp.reports[0].sentence.startswith('On rank 1: ')==(which==[1])
+
+class Hidden(nn.Module):
+    "An LSTM that goes on with its hidden state, and counts its batches"
+    def __init__(self):
+        super().__init__()
+        self.lstm,self.out,self.raises,self.hidden,self.n = nn.LSTM(8,8),nn.Linear(8,1),Raises(),None,0
+    def forward(self, x):
+        x,hidden = self.lstm(x[None], self.hidden if self.training else None)
+        if self.training: self.hidden,self.n = tuple(h.detach() for h in hidden),self.n+1
+        return self.raises(self.out(x[0]))
+
+def _raises_with_a_state(rank):
+    class Third(Callback):
+        def before_batch(self): self.model.module.raises.on = rank==1 and self.training and self.epoch==1
+    learn = learner(Hidden).to_bf16_dynamic()
+    with learn.distrib_ctx(sync_bn=False): fit(learn, 3, cbs=Third())
+    agreed(learn)
+    assert learn.model.n==6 and learn.mixed_precision.promoted==['raises'] and not learn.mixed_precision.skipped
+
+def test_an_exception_after_a_state_was_carried(ranks): ranks(_raises_with_a_state)
 
 def _raises_late(rank):
     "In the second of two accumulated batches, while the scale finds its level"
