@@ -17,7 +17,8 @@ from fastai_amp16.all import GradientNormClip
 from fastai_amp16.diagnose import _echoing
 from common import *
 
-pytestmark = pytest.mark.xdist_group('ranks') # one pair of processes for all
+forks = get_context('forkserver') # from a process that has imported all once
+forks.set_forkserver_preload(['accelerate','common','fastai.callback.all','fastai.distributed','torch.distributed.fsdp'])
 
 timeout = 20 # seconds, for which a rank waits for another
 
@@ -43,7 +44,7 @@ class Ranks:
     pools = None
     def __call__(self, f, *args):
         if self.pools is None:
-            self.pools = [ProcessPoolExecutor(1, get_context('spawn')) for _ in range(2)]
+            self.pools = [ProcessPoolExecutor(1, forks) for _ in range(2)]
             self.store = Path(tempfile.mkdtemp())/'store'
         futures = [p.submit(_worker, i, self.store, f, args) for i,p in enumerate(self.pools)]
         errors = [f'rank {i}: {e}' for i,o in enumerate(futures) if (e := o.exception(60))]
