@@ -405,13 +405,16 @@ def _terminates(rank):
 
 def test_terminate_on_nan_ends_all_ranks(ranks): ranks(_terminates)
 
+class Always(Callback):
+    "A fault in each batch of training, or of validation"
+    def __init__(self, training): self.on_training = training
+    def before_batch(self):
+        for m in self.model.modules():
+            if isinstance(m, Detour): m.on = self.training==self.on_training
+
 def _validates(rank):
     "What overflows in a validation on one rank only"
-    class On(Callback):
-        def before_batch(self):
-            for m in self.model.modules():
-                if isinstance(m, Detour): m.on = not self.training
-    learn,g = train(rank, model=detour, cbs=[On()] if rank else [])
+    learn,g = train(rank, model=detour, cbs=[Always(training=False)] if rank else [])
     assert learn.mixed_precision.promoted==['3'] and not learn.mixed_precision.skipped
     assert all(math.isfinite(v) for v in learn.recorder.values[-1])
 
@@ -538,19 +541,13 @@ def test_sharded_models_are_told_of(ranks): ranks(_sharded)
 
 # From fit to fit
 
-class Always(Callback):
-    "A fault in each training batch"
-    def before_batch(self):
-        for m in self.model.modules():
-            if isinstance(m, Detour): m.on = self.training
-
 def _differ_before(rank, which):
     "A fit of each rank by itself: another scale, history, and set of promoted modules"
     learn = learner(detour).to_fp16_dynamic()
     fit(learn, 1, cbs=Poison(range(1,4), 'precision') if rank==which else Poison({1}, 'backward'))
     assert learn.mixed_precision.promoted==(['3'] if rank==which else []) and learn.mixed_precision.skipped==(2 if rank==which else 1)
     learn.opt = None
-    with learn.distrib_ctx(sync_bn=False): fit(learn, 2, cbs=Always())
+    with learn.distrib_ctx(sync_bn=False): fit(learn, 2, cbs=Always(training=True))
     agreed(learn, reports=False)
     mp = learn.mixed_precision
     assert mp.promoted==['3'] and mp.scaler.get_scale()==(2**15 if which else 2**16) and mp.skipped==(1 if which else 2)
