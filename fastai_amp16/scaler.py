@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DynamicScaler']
 
-# %% ../nbs/00_scaler.ipynb #204978a4
+# %% ../nbs/00_scaler.ipynb #5838ff1e
 import math
 from ctypes import c_float
 from numbers import Real
@@ -13,13 +13,13 @@ import torch
 from torch.amp import GradScaler
 from fastcore.basics import patch
 
-# %% ../nbs/00_scaler.ipynb #c5febed8
+# %% ../nbs/00_scaler.ipynb #1aabc48a
 _fp32 = torch.finfo(torch.float32)
 
 def _require(ok, name, value, allowed):
     if not ok: raise ValueError(f"DynamicScaler: {name}={value!r} is not possible; it must be {allowed}.")
 
-# %% ../nbs/00_scaler.ipynb #4ba4cbb2
+# %% ../nbs/00_scaler.ipynb #30769ad6
 class DynamicScaler(GradScaler):
     """A `torch.amp.GradScaler` whose scale stays within `[min_scale, max_scale]` and is known without waiting for the device
 
@@ -54,7 +54,8 @@ class DynamicScaler(GradScaler):
         super().__init__(device, float(init_scale), growth_factor, backoff_factor, growth_interval, enabled)
         self.hysteresis,self.min_scale,self.max_scale,self.dynamic = hysteresis,min_scale,max_scale,dynamic
         self._tolerance = hysteresis # overflows until the scale backs off
-        self._before,self._floored = None,False # the scale before the present overflows, and whether they went on at the floor
+        self.settled = False # has a step been taken at this scale, or one that it grew or fell from?
+        self._target,self._calm = None,0 # the scale to return to after a single batch forced it far down, and healthy steps since the last doubling
 
     # torch fills its tensors from `_init_scale` and `_init_growth_tracker`: kept up to date, they are the scaler's memory on the host
     def get_scale(self) -> float:
@@ -65,7 +66,7 @@ class DynamicScaler(GradScaler):
         before,self._init_scale = self._init_scale,min(max(self.min_scale, scale), self.max_scale, _fp32.max) # in this order NaN gives `min_scale`
         if self._scale is not None and self._init_scale!=before: self._scale.fill_(self._init_scale)
 
-# %% ../nbs/00_scaler.ipynb #5ca29d56
+# %% ../nbs/00_scaler.ipynb #61fc4715
 @patch
 def _next_scale(self:DynamicScaler, overflow):
     "The scale of the next step, after a step whose gradients did or did not `overflow`"
@@ -73,16 +74,14 @@ def _next_scale(self:DynamicScaler, overflow):
     if overflow:
         self._init_growth_tracker = 0
         self._tolerance -= 1
-        self._before,self._floored = self._before or self._init_scale,self._init_scale<=self.min_scale
         return self._init_scale if self._tolerance>0 else c_float(self._init_scale*self._backoff_factor).value
-    if not self._floored: self._before = None
     self._init_growth_tracker += 1
     if self._init_growth_tracker<self._growth_interval: return self._init_scale
     self._init_growth_tracker,self._tolerance = 0,self.hysteresis
     grown = c_float(self._init_scale*self._growth_factor).value
     return grown if math.isfinite(grown) else self._init_scale
 
-# %% ../nbs/00_scaler.ipynb #793dae00
+# %% ../nbs/00_scaler.ipynb #1ff40b7c
 @patch
 def update(self:DynamicScaler,
     new_scale:float|torch.Tensor|None=None, # Sets the scale by hand, brought within the bounds
@@ -99,19 +98,38 @@ def update(self:DynamicScaler,
     self._set_scale(float(new_scale))
     self._per_optimizer_states.clear()
 
-# %% ../nbs/00_scaler.ipynb #4e88d3e8
-@patch
-def climb(self:DynamicScaler):
-    "After a healthy step: double a scale that overflows brought down to the floor and did not end there, until it is where it was before them"
-    if self._before is None: return
-    self._set_scale(min(self._init_scale*self._growth_factor, self._before))
-    if self._init_scale>=self._before: self._before = None
+# %% ../nbs/00_scaler.ipynb #13d90dd1
+_calm_steps = 8 # outliers come less often than every few steps, and 20 doublings should take some hundred
 
-# %% ../nbs/00_scaler.ipynb #13e7231d
+@patch
+def took(self:DynamicScaler,
+    scale:float # The loss scale of the run whose gradients were finite, at most the present one
+):
+    "A step was taken at `scale`: choose the scale of the next one"
+    if not (self._enabled and self.dynamic): return
+    now,settled,self.settled = self._init_scale,self.settled,True
+    if scale<now: return self._fell(scale, settled)
+    if self._target is None: return self._set_scale(self._next_scale(False))
+    self._calm += 1
+    if self._calm<_calm_steps: return
+    self._calm = 0
+    self._set_scale(min(now*self._growth_factor, self._target))
+    if self._init_scale>=self._target: self._target = None
+
+@patch
+def _fell(self:DynamicScaler, scale, settled):
+    now,self._init_growth_tracker,self._calm = self._init_scale,0,0
+    self._tolerance -= 1
+    if settled and self._tolerance>0: return # this batch may be an exception
+    outlier = settled and scale<now*self._backoff_factor
+    self._target = max(self._target or 0, now) if outlier else None
+    self._set_scale(scale)
+
+# %% ../nbs/00_scaler.ipynb #e2d50dec
 @patch
 def state_dict(self:DynamicScaler) -> dict:
-    "The state of `torch.amp.GradScaler`, the overflows left until the scale backs off, and where it climbs to; empty where disabled"
-    own = {k: getattr(self, k) for k in ('_tolerance','_before','_floored')}
+    "The state of `torch.amp.GradScaler`, the overflows left until the scale backs off, and where it returns to; empty where disabled"
+    own = {k: getattr(self, k) for k in ('_tolerance','settled','_target','_calm')}
     return {**super(DynamicScaler, self).state_dict(), **own} if self._enabled else {}
 
 @patch
@@ -122,5 +140,5 @@ def load_state_dict(self:DynamicScaler,
     if not (self._enabled and self.dynamic): return
     super(DynamicScaler, self).load_state_dict(state_dict)
     self._tolerance = min(state_dict.get('_tolerance', self.hysteresis), self.hysteresis)
-    self._before,self._floored = state_dict.get('_before'),state_dict.get('_floored', False)
+    self.settled,self._target,self._calm = state_dict.get('settled', True),state_dict.get('_target'),state_dict.get('_calm', 0)
     self._set_scale(self._init_scale)

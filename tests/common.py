@@ -2,7 +2,7 @@
 import math
 import pytest,torch
 from fastai.basics import Callback,DataLoader,DataLoaders,Learner,nn,set_seed
-from fastai_amp16.all import AdamW16
+from fastai_amp16.optimizer import AdamW16
 
 both = pytest.mark.parametrize('to,dtype', [('to_fp16_dynamic',torch.float16), ('to_bf16_dynamic',torch.bfloat16)], ids=['fp16','bf16'])
 

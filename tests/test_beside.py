@@ -86,7 +86,7 @@ def test_predictions_inside_a_fit():
     learn = fit(learner(cbs=fetch).to_fp16_dynamic(), 3)
     with torch.no_grad(), half_forward(learn.model.eval()): pred = learn.model(torch.stack([o[0] for o in learn.dls.valid_ds]))
     assert torch.equal(fetch.preds[0], pred.float())
-    assert learn.mixed_precision.skipped==0 and len(learn.mixed_precision.history)==12
+    assert learn.mixed_precision.n_skipped==0 and len(learn.mixed_precision.history)==12
     clean(learn)
 
 def test_validate_before_any_fit():
@@ -113,13 +113,13 @@ def test_outputs_keep_their_types(wrap, get):
         assert type(p) is kind and get(p).dtype==torch.float32
         return mse(get(p), t)
     learn = fit(learner(Model(), loss_func=loss).to_fp16_dynamic(), 1)
-    assert learn.mixed_precision.skipped==0
+    assert learn.mixed_precision.n_skipped==0
 
 def test_compiled_model():
     learn = learner()
     learn.model = torch.compile(learn.model, backend='eager')
     fit(learn.to_fp16_dynamic(), 1)
-    assert learn.mixed_precision.skipped==0 and len(learn.mixed_precision.history)==4
+    assert learn.mixed_precision.n_skipped==0 and len(learn.mixed_precision.history)==4
 
 def running(learn):
     "The mixed-precision callbacks that worked in a fit"
@@ -253,7 +253,7 @@ def test_optimizers_and_groups(name, skip):
         with learn.no_bar(), learn.no_logging(): learn.fine_tune(1, 1e-2)
         return learn
     a,b = run(Learner.to_fp32, SkipFirst()),run(Learner.to_fp16_dynamic, PoisonFirst())
-    assert b.mixed_precision.skipped==6*skip and b.mixed_precision.scaler.get_scale()==2.**(16-6*skip)
+    assert b.mixed_precision.n_skipped==6*skip and b.mixed_precision.scaler.get_scale()==2.**(16-6*skip)
     clean(b)
     like_fp32(a, b, rtol=5e-2)
 
@@ -394,7 +394,7 @@ def test_models_of_all_shapes(name, to, dtype):
         return fit(to(learn), 6)
     a,b = run(Learner.to_fp32),run(getattr(Learner, to))
     clean(b)
-    assert b.mixed_precision.skipped==0 and len(b.mixed_precision.history)==6
+    assert b.mixed_precision.n_skipped==0 and len(b.mixed_precision.history)==6
     like_fp32(a, b, rtol=3e-2 if dtype==torch.float16 else 0.1, atol=5e-3 if dtype==torch.float16 else 2e-2)
 
 @pytest.mark.parametrize('change', [lambda m: prune.l1_unstructured(m[0], 'weight', 0.3), lambda m: nn.utils.parametrizations.weight_norm(m[0]),
@@ -421,7 +421,7 @@ def test_parameters_that_the_optimizer_does_not_hold(clip, overflow):
     def run(to): return fit(to(learner(mlp, shuffle=False, splitter=lambda m: [list(m[3].parameters())], opt_func=SGD, lr=3., cbs=[clip(0.05), Poison(overflow, 'backward')])), 2)
     a,b = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
     if not overflow: like_fp32(a, b)
-    assert b.mixed_precision.skipped==len(overflow) and all(v.isfinite().all() for v in state(b).values()) and not equal(weights(b)[4:], weights(learner(mlp))[4:])
+    assert b.mixed_precision.n_skipped==len(overflow) and all(v.isfinite().all() for v in state(b).values()) and not equal(weights(b)[4:], weights(learner(mlp))[4:])
 
 def test_overflow_in_parameters_that_the_optimizer_does_not_hold():
     "It is an overflow as any other: GradientClip would spread it"
@@ -632,4 +632,4 @@ def test_lr_find_ends_where_the_loss_explodes(tmp_path):
         with learn.no_bar(): learn.lr_find(end_lr=1e12, num_it=20, show_plot=False)
         return learn
     a,b = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
-    assert len(a.recorder.losses)<15 and abs(len(a.recorder.losses)-len(b.recorder.losses))<=3 and b.mixed_precision.skipped
+    assert len(a.recorder.losses)<15 and abs(len(a.recorder.losses)-len(b.recorder.losses))<=3 and b.mixed_precision.n_skipped

@@ -85,7 +85,7 @@ def test_reaches_fp32(model, loss):
     (_,fp32),(learn,fp16) = figure(Learner.to_fp32, model, loss),figure(Learner.to_fp16_dynamic, model, loss)
     mp = learn.mixed_precision
     assert len(mp.reports)>=1 and mp.reports[0].verdict=='forward' and mp.promoted
-    assert len(mp.history)==12*16 and mp.skipped<12
+    assert len(mp.history)==12*16 and mp.n_skipped<12
     assert fp16<1.5*fp32+0.02, (fp16, fp32)
 
 @pytest.mark.parametrize('model', [Centred,Hidden,Listed,Scaled])
@@ -103,7 +103,7 @@ def test_a_skipped_batch_is_forgotten(model):
             if self.training: assert same==(self.i in self.steps), self.i
     class Small(model): by = 1.
     learn = fit(learner(Small, cbs=Snap({0,2}, 'forward')).to_fp16_dynamic(on_spiral='warn'))
-    assert learn.mixed_precision.skipped==2
+    assert learn.mixed_precision.n_skipped==2
 
 def test_accumulated_batches_are_forgotten_together():
     class Small(Centred): by = 1.
@@ -140,7 +140,7 @@ class UsedLater(Carries):
 def test_a_finite_loss_that_leaves_an_infinity():
     (_,fp32),(learn,fp16) = figure(Learner.to_fp32, UsedLater, None),figure(Learner.to_fp16_dynamic, UsedLater, None)
     mp = learn.mixed_precision
-    assert (mp.skipped,mp.promoted,len(mp.reports))==(2,['.'],1)
+    assert (mp.n_skipped,mp.promoted,len(mp.reports))==(2,['.'],1)
     assert (mp.reports[0].verdict,mp.reports[0].op)==('forward','mul') and 'but ms is not any more' in mp.reports[0].sentence
     assert learn.model.ms.isfinite().all() and fp16<1.5*fp32+0.02
 
@@ -174,7 +174,7 @@ class TwoOut(Carries):
 def test_whatever_is_left(model, loss, what):
     (_,fp32),(learn,fp16) = figure(Learner.to_fp32, model, loss),figure(Learner.to_fp16_dynamic, model, loss)
     mp = learn.mixed_precision
-    assert mp.skipped<5 and mp.promoted and mp.reports[0].verdict=='forward' and f'but {what} is not any more' in mp.reports[0].sentence
+    assert mp.n_skipped<5 and mp.promoted and mp.reports[0].verdict=='forward' and f'but {what} is not any more' in mp.reports[0].sentence
     assert fp16<1.5*fp32+0.02
 
 def test_an_infinity_that_is_meant():
@@ -241,4 +241,4 @@ def test_a_hidden_state_of_half_precision_goes_on_in_fp32():
     class On(Callback):
         def before_batch(self): self.model.on = self.iter==2
     learn = fit(learner(Hidden, cbs=On()).to_bf16_dynamic(), 1)
-    assert learn.mixed_precision.reports[0].verdict=='forward' and len(learn.mixed_precision.history)==4 and not learn.mixed_precision.skipped
+    assert learn.mixed_precision.reports[0].verdict=='forward' and len(learn.mixed_precision.history)==4 and not learn.mixed_precision.n_skipped

@@ -81,7 +81,7 @@ def test_sparse_gradients():
 def test_skipped_steps_have_no_norm():
     learn = fit(learner(GradientNormClip(1.), scale=30.).to_fp16_dynamic())
     mp = learn.mixed_precision
-    assert 0<mp.skipped<8 and len(learn.gradient_norm_clip.norms)==8-mp.skipped
+    assert 0<mp.n_skipped<8 and len(learn.gradient_norm_clip.norms)==8-mp.skipped
     assert learn.gradient_norm_clip.norms==mp.history.grad_norm[~mp.history.skipped].tolist()
 
 def test_norms_go_on_in_the_next_fit_and_after_a_change_of_precision():

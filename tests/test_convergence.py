@@ -65,4 +65,4 @@ def test_one_batch(name):
     valid_loss,figure = learn.recorder.values[-1]
     assert len(learn.recorder.losses)==1 and math.isfinite(valid_loss) and math.isfinite(figure)
     moved = not all(torch.equal(a, b) for a,b in zip(*(o.model.parameters() for o in learns)))
-    assert moved!=bool(learn.mixed_precision.skipped)
+    assert moved!=bool(learn.mixed_precision.n_skipped)

@@ -317,7 +317,7 @@ def test_what_nothing_heals():
     "A module that computes in half precision by itself"
     learn = learner(mlp(Do(lambda x: ((x*1e5).half()*1e-5).float() if x.dtype==torch.float16 or True else x))).to_fp16_dynamic()
     with pytest.warns(UserWarning, match='is not finite|fp32 either'): fit(learn, 3)
-    assert learn.mixed_precision.promoted==[] and learn.mixed_precision.skipped>2
+    assert learn.mixed_precision.promoted==[] and learn.mixed_precision.n_skipped>2
     clean(learn)
 
 def test_promotions_survive(tmp_path):
@@ -328,9 +328,9 @@ def test_promotions_survive(tmp_path):
     a.save('a')
     b = make().to_fp16_dynamic().load('a')
     assert b.mixed_precision.promoted==['1'] and b.mixed_precision.ready().kept.keys()=={'1'}
-    skipped = b.mixed_precision.skipped
+    skipped = b.mixed_precision.n_skipped
     fit(a, 1), fit(b, 1)
-    assert b.mixed_precision.skipped==skipped and b.mixed_precision.reports==[]
+    assert b.mixed_precision.n_skipped==skipped and b.mixed_precision.reports==[]
     plain = make().load('a')
     fit(plain, 1)
     a.export()
@@ -359,7 +359,7 @@ def test_outside_training(what):
             return learn,torch.tensor(learn.validate()) if what=='validate' else learn.get_preds()[0]
     (_,a),(learn,b) = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
     torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-2)
-    assert learn.mixed_precision.promoted==['1'] and learn.mixed_precision.skipped==0
+    assert learn.mixed_precision.promoted==['1'] and learn.mixed_precision.n_skipped==0
 
 def large_and_back(x): return x*200/200
 
@@ -380,7 +380,7 @@ def test_scattered_faults_do_not_end_the_fit(name):
     mp = learn.mixed_precision
     assert len(learn.recorder.values)==2 and all(p.isfinite().all() for p in weights(learn)) and mp.scaler.get_scale()==2**16
     if name.startswith('NaN'):
-        assert 3<=mp.skipped<=6 and mp.promoted==[] and {r.verdict for r in mp.reports}=={'data'}
+        assert 3<=mp.n_skipped<=6 and mp.promoted==[] and {r.verdict for r in mp.reports}=={'data'}
         found = sum(len(r.samples) for r in mp.reports)
         assert found>=1 and any('samples: ' in str(o.message) for o in w)
 
@@ -571,7 +571,7 @@ def test_compiled_as_a_whole():
     learn = learner(mlp(Do(times_and_back)))
     learn.model = torch.compile(learn.model, backend='eager')
     fit(learn.to_fp16_dynamic(), 3)
-    assert learn.mixed_precision.promoted==['1'] and learn.mixed_precision.skipped==2
+    assert learn.mixed_precision.promoted==['1'] and learn.mixed_precision.n_skipped==2
 
 def test_a_lazy_module_stays_lazy():
     model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4,1))
@@ -736,19 +736,19 @@ def test_overflows_that_come_now_and_then():
     def model(): return nn.Sequential(nn.Linear(8,16,bias=False), Length(), nn.Linear(16,1))
     learn = fit(learner(model, n=1600, cbs=Zeros()).to_fp16_dynamic(), 3)
     mp = learn.mixed_precision
-    assert mp.promoted==['1'] and mp.skipped==6 and mp.scaler.get_scale()==2**11
+    assert mp.promoted==['1'] and mp.n_skipped==6 and mp.scaler.get_scale()==2**11
 
 def test_one_loud_batch_in_ten_does_not_set_the_scale():
     class Loud(Callback):
         def before_backward(self):
             if self.train_iter%10==5: self.learn.loss_grad = self.learn.loss_grad*1e7
     learn = fit(learner(n=1600, cbs=Loud()).to_fp16_dynamic(growth_interval=10**6), 1)
-    assert learn.mixed_precision.skipped==10 and learn.mixed_precision.scaler.get_scale()==2**6 and learn.mixed_precision.promoted==[]
+    assert learn.mixed_precision.n_skipped==10 and learn.mixed_precision.scaler.get_scale()==2**6 and learn.mixed_precision.promoted==[]
 
 def test_a_scale_that_looks_for_its_limit():
     "It grows until it overflows, and again: business as usual, however often"
     mp = fit(learner(n=1600).to_fp16_dynamic(growth_interval=3, max_scale=2.**40), 1).mixed_precision
-    assert mp.skipped>12 and mp.reports==[] and mp.promoted==[]
+    assert mp.n_skipped>12 and mp.reports==[] and mp.promoted==[]
 
 @pytest.mark.parametrize('n', [256, 320])
 def test_validation_is_judged_by_its_own_batch(n):
@@ -798,7 +798,7 @@ def test_a_loss_that_carries_its_annotations():
     for o in (learn.dls.train,learn.dls.valid): o.dataset[:] = [(x,(y>0).long()[0]) for x,y in o.dataset]
     learn.model.types = [list[int]]
     assert learn.diagnose_fp16().verdict=='forward'
-    assert fit(learn.to_fp16_dynamic()).mixed_precision.skipped==2 and len(learn.mixed_precision.promoted)>0
+    assert fit(learn.to_fp16_dynamic()).mixed_precision.n_skipped==2 and len(learn.mixed_precision.promoted)>0
 
 def test_own_code_may_use_the_weights_of_its_layers():
     "As `nn.MultiheadAttention` does"
@@ -809,7 +809,7 @@ def test_own_code_may_use_the_weights_of_its_layers():
         def forward(self, x): return self.att(x[:,None], x[:,None], x[:,None])[0][:,0]
     def run(to, **kwargs): return fit(to(learner(lambda: nn.Sequential(nn.Linear(8,8), Attention(), nn.Linear(8,1))), **kwargs))
     learn = run(Learner.to_fp16_dynamic, keep_fp32=['1.att.'], on_spiral='raise')
-    assert learn.mixed_precision.skipped==0
+    assert learn.mixed_precision.n_skipped==0
     for p,q in zip(learn.model.parameters(), run(Learner.to_fp32).model.parameters()): torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-2)
 
 @pytest.mark.parametrize('event', ['before_fit','before_epoch','before_train','before_batch','after_batch','after_epoch'])

@@ -88,7 +88,7 @@ def agreed(learn, reports=True):
     clean(learn)
     mp = learn.mixed_precision
     same(weights(learn))
-    same((str(mp.history), mp.skipped, mp.scaler.state_dict(), mp.promoted, *([r.sentence for r in mp.reports] if reports else ())))
+    same((str(mp.history), mp.n_skipped, mp.scaler.state_dict(), mp.promoted, *([r.sentence for r in mp.reports] if reports else ())))
 
 def train(rank, epochs=2, cbs=(), sync_bn=False, ddp=None, mp=None, **kwargs):
     "A fit on two ranks, after which all that must be the same on both is; the learner and its `Grads`"
@@ -194,7 +194,7 @@ def line(): return nn.Sequential(nn.Linear(8,1))
 def _compressed_overflow(rank):
     "The loss scale fits the backward pass, and not a message in fp16"
     learn,g = train(rank, 8, model=line, ddp=dict(comm_hook=DDPCommunicationHookType.FP16), mp=dict(keep_fp32='0', init_scale=2.**24))
-    assert 0<learn.mixed_precision.skipped<12 and not learn.mixed_precision.history.skipped[12:].any()
+    assert 0<learn.mixed_precision.n_skipped<12 and not learn.mixed_precision.history.skipped[12:].any()
 
 def test_what_a_message_in_fp16_cannot_hold_lowers_the_scale(ranks): ranks(_compressed_overflow)
 
@@ -415,7 +415,7 @@ class Always(Callback):
 def _validates(rank):
     "What overflows in a validation on one rank only"
     learn,g = train(rank, model=detour, cbs=[Always(training=False)] if rank else [])
-    assert learn.mixed_precision.promoted==['3'] and not learn.mixed_precision.skipped
+    assert learn.mixed_precision.promoted==['3'] and not learn.mixed_precision.n_skipped
     assert all(math.isfinite(v) for v in learn.recorder.values[-1])
 
 def test_a_validation_is_healed_on_all_ranks(ranks): ranks(_validates)
@@ -461,7 +461,7 @@ def _raises_with_a_state(rank):
     learn = learner(Hidden).to_bf16_dynamic()
     with learn.distrib_ctx(sync_bn=False): fit(learn, 3, cbs=Third())
     agreed(learn)
-    assert learn.model.n==6 and learn.mixed_precision.promoted==['raises'] and not learn.mixed_precision.skipped
+    assert learn.model.n==6 and learn.mixed_precision.promoted==['raises'] and not learn.mixed_precision.n_skipped
 
 def test_an_exception_after_a_state_was_carried(ranks): ranks(_raises_with_a_state)
 
@@ -473,7 +473,7 @@ def _raises_late(rank):
                 if isinstance(m, Raises): m.on = self.on and self.training and self.train_iter%4==3
     for at in (1,2):
         learn,g = train(rank, 4, model=raising, bs=8, mp=dict(init_scale=2.**30, max_scale=2.**30, patience=at), cbs=[GradientAccumulation(16), Late(rank==1, False)])
-        assert learn.mixed_precision.promoted==['3'] and learn.mixed_precision.skipped
+        assert learn.mixed_precision.promoted==['3'] and learn.mixed_precision.n_skipped
 
 def test_an_exception_while_the_scale_is_too_high(ranks): ranks(_raises_late)
 
@@ -545,12 +545,12 @@ def _differ_before(rank, which):
     "A fit of each rank by itself: another scale, history, and set of promoted modules"
     learn = learner(detour).to_fp16_dynamic()
     fit(learn, 1, cbs=Poison(range(1,4), 'precision') if rank==which else Poison({1}, 'backward'))
-    assert learn.mixed_precision.promoted==(['3'] if rank==which else []) and learn.mixed_precision.skipped==(2 if rank==which else 1)
+    assert learn.mixed_precision.promoted==(['3'] if rank==which else []) and learn.mixed_precision.n_skipped==(2 if rank==which else 1)
     learn.opt = None
     with learn.distrib_ctx(sync_bn=False): fit(learn, 2, cbs=Always(training=True))
     agreed(learn, reports=False)
     mp = learn.mixed_precision
-    assert mp.promoted==['3'] and mp.scaler.get_scale()==(2**15 if which else 2**16) and mp.skipped==(1 if which else 2)
+    assert mp.promoted==['3'] and mp.scaler.get_scale()==(2**15 if which else 2**16) and mp.n_skipped==(1 if which else 2)
 
 @pytest.mark.parametrize('which', [0,1])
 def test_a_fit_begins_with_what_rank_0_knows(ranks, which): ranks(_differ_before, which)

@@ -139,7 +139,7 @@ for e in events: setattr(EveryEvent, e, lambda self, e=e: self.look(e))
 def test_at_every_event_the_model_is_the_users_own(order):
     cb = EveryEvent(order)
     learn = fit(learner(Deep, n=32, cbs=[cb, Poison({0}, 'backward'), Poison({2}, 'forward')]).to_fp16_dynamic(keep_fp32='kept'), 2)
-    assert cb.n.keys()>=set(events)-{'after_step'} and learn.mixed_precision.skipped==2
+    assert cb.n.keys()>=set(events)-{'after_step'} and learn.mixed_precision.n_skipped==2
 
 class StopAtLine:
     "Raises KeyboardInterrupt at the `k`-th line that runs in our modules or in torch's autocast, as a Ctrl-C may"
@@ -210,14 +210,14 @@ def test_cancelled(ex, order):
     for event in events:
         (a,na),(b,nb) = run(Learner.to_fp32, event, ()),run(Learner.to_fp16_dynamic, event, ())
         clean(b)
-        assert na==nb and b.mixed_precision.skipped==0, event
+        assert na==nb and b.mixed_precision.n_skipped==0, event
         left = event in ('after_backward','before_step','after_step') and ex in (CancelTrainException,CancelEpochException)
         if left: assert all(p.grad is None for p in b.model.parameters()) # fp32 steps what is left of such a batch in the next epoch
         else:
             for p,q in zip(weights(a), weights(b)): torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-3)
         b,_ = run(Learner.to_fp16_dynamic, event, {0})
         clean(b)
-        assert b.mixed_precision.skipped==b.mixed_precision.history.skipped.sum()==(event!='before_fit'), event
+        assert b.mixed_precision.n_skipped==b.mixed_precision.history.skipped.sum()==(event!='before_fit'), event
 
 @pytest.mark.parametrize('event,order,ex', [('before_step',0,'Step'), ('before_backward',99,'Batch'), ('after_backward',0,'Batch')])
 def test_cancelled_batches_say_nothing_about_the_next_step(event, order, ex):
@@ -261,7 +261,7 @@ def test_a_cancelled_batch_is_not_part_of_the_next_step():
 def test_a_cancelled_backward_pass_does_not_count():
     "Not even if its loss was not finite"
     learn = fit(learner(cbs=[Raise('before_backward', fastai.basics.CancelBackwardException, (1,), 99), Poison({0}, 'forward')]).to_fp16_dynamic(), 1)
-    assert learn.mixed_precision.skipped==0 and len(learn.mixed_precision.history)==3
+    assert learn.mixed_precision.n_skipped==0 and len(learn.mixed_precision.history)==3
 
 # --- overflow
 
@@ -290,7 +290,7 @@ def test_losses_of_accumulated_batches_are_true_and_finite():
     fp32,fp16 = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
     assert list(map(float, fp16.recorder.losses))==pytest.approx(list(map(float, fp32.recorder.losses)), rel=1e-3)
     learn = run(Learner.to_fp16_dynamic, {0,4})
-    assert len(learn.mixed_precision.history)==8 and learn.mixed_precision.skipped==2 and all(0<v[0]<1 for v in learn.recorder.values)
+    assert len(learn.mixed_precision.history)==8 and learn.mixed_precision.n_skipped==2 and all(0<v[0]<1 for v in learn.recorder.values)
 
 class BatchesOf(Callback):
     order = 97
@@ -316,7 +316,7 @@ def test_terminate_on_nan(why, to, dtype, acc):
     fit(getattr(learn, to)(), 2)
     assert batches.n==(8 if why=='precision' else 1)
     if dtype:
-        assert all(b.isfinite().all() for b in state(learn).values()) and learn.mixed_precision.skipped==(why!='precision' or dtype==torch.float16)
+        assert all(b.isfinite().all() for b in state(learn).values()) and learn.mixed_precision.n_skipped==(why!='precision' or dtype==torch.float16)
         clean(learn)
 
 def test_the_look_in_fp32_is_what_the_loss_function_sees():
@@ -342,7 +342,7 @@ def test_the_look_in_fp32_leaves_no_trace():
         assert buffers==list(map(id, learn.model.buffers())) and learn.look.seen==[i not in (1,2) for i in range(8)]
         return learn
     a,b = run([]),run([TerminateOnNaNCallback()])
-    assert a.mixed_precision.skipped==b.mixed_precision.skipped==2 and equal(state(a), state(b))
+    assert a.mixed_precision.n_skipped==b.mixed_precision.n_skipped==2 and equal(state(a), state(b))
 
 @both
 @pytest.mark.parametrize('where', ['forward','backward'])
@@ -382,7 +382,7 @@ def test_a_skipped_step_changes_nothing(to, dtype, where):
     mp = learn.mixed_precision
     assert [i for i,c in enumerate(watch.changed) if not c]==sorted(steps) and all(len(c)>8 for i,c in enumerate(watch.changed) if i not in steps)
     assert watch.cancelled==sorted(steps)
-    assert mp.skipped==3 and mp.history.skipped.tolist()==[i in steps for i in range(8)]
+    assert mp.n_skipped==3 and mp.history.skipped.tolist()==[i in steps for i in range(8)]
     assert mp.history.grad_norm[mp.history.skipped].map(math.isnan if where=='forward' else math.isinf).all()
     assert mp.history.grad_norm[~mp.history.skipped].gt(0).all()
     if dtype==torch.float16: # what the forward pass did is no reason to lower the scale
@@ -401,7 +401,7 @@ def test_meant_infinities_are_no_forward_overflow():
         def forward(self, x): return self.lin(x).masked_fill(torch.tensor([False,True,False,False]), -math.inf),torch.tensor(math.inf)
     def loss(p, t): return nn.functional.cross_entropy(p[0], torch.zeros(len(p[0]), dtype=torch.long))*1e2
     learn = fit(learner(Masked(), loss_func=loss).to_fp16_dynamic(), 3)
-    assert 0<learn.mixed_precision.skipped<12 and learn.mixed_precision.scaler.get_scale()<2**16
+    assert 0<learn.mixed_precision.n_skipped<12 and learn.mixed_precision.scaler.get_scale()<2**16
 
 def test_gradients_that_need_a_scale_below_one():
     learn = fit(learner(plain_mlp, loss_func=lambda p,t: 1e6*(p-t).sum(), opt_func=partial(SGD, mom=0.), lr=1e-9, n=256).to_fp16_dynamic(), 2)
@@ -417,7 +417,7 @@ def test_a_forward_pass_that_overflows_twice_is_looked_into(on_spiral):
         with pytest.raises(FloatingPointError, match='`mul` in 1 .Detour.'): fit(learn, 5)
     else:
         with pytest.warns(UserWarning, match='`mul` in 1 .Detour.'): fit(learn, 5)
-    assert mp.skipped==(18 if on_spiral=='warn' else 2) and mp.promoted==(['1'] if on_spiral=='heal' else []) and mp.reports[0].producer=='1'
+    assert mp.n_skipped==(18 if on_spiral=='warn' else 2) and mp.promoted==(['1'] if on_spiral=='heal' else []) and mp.reports[0].producer=='1'
     assert mp.scaler.get_scale()==2**16 and all(p.isfinite().all() for p in learn.model.parameters())
     clean(learn)
 
@@ -429,7 +429,7 @@ def test_gradients_that_fp32_cannot_hold_end_the_fit(on_spiral, kw):
         with pytest.raises(FloatingPointError, match='too large for fp32 as well'): fit(learn, 5)
     else:
         with pytest.warns(UserWarning, match='too large for fp32 as well'): fit(learn, 5)
-    assert learn.mixed_precision.skipped==(18 if on_spiral=='warn' else 4) and learn.mixed_precision.reports[-1].verdict=='divergence'
+    assert learn.mixed_precision.n_skipped==(18 if on_spiral=='warn' else 4) and learn.mixed_precision.reports[-1].verdict=='divergence'
     assert all(p.isfinite().all() for p in learn.model.parameters())
     clean(learn)
 
@@ -440,7 +440,7 @@ def test_calibration_is_no_spiral():
         learn = learner(loss_func=lambda p,t: mse(p, t)*1e6).to_fp16_dynamic(on_spiral='raise')
         fit(learn, 3)
     mp = learn.mixed_precision
-    assert mp.skipped==3 and mp.scaler.get_scale()<2**8 and [r.verdict for r in mp.reports]==['scale'] and mp.reports[0].new_scale==mp.scaler.get_scale()
+    assert mp.n_skipped==3 and mp.scaler.get_scale()<2**8 and [r.verdict for r in mp.reports]==['scale'] and mp.reports[0].new_scale==mp.scaler.get_scale()
 
 def test_a_spiral_does_not_go_on_in_the_next_fit():
     learn = learner(detour, n=48, cbs=Poison({0,3,7,8}, 'precision')).to_fp16_dynamic(on_spiral='raise')

@@ -31,7 +31,7 @@ def test_scale_and_counts_survive_from_fit_to_fit():
     assert learn.mixed_precision.scaler.get_scale()==2**14
     fit(learn, 1)
     with learn.no_bar(), learn.no_logging(): learn.validate()
-    assert learn.mixed_precision.scaler.get_scale()==2**13 and learn.mixed_precision.skipped==3
+    assert learn.mixed_precision.scaler.get_scale()==2**13 and learn.mixed_precision.n_skipped==3
     assert learn.mixed_precision.history.step.tolist()==list(range(8))
 
 @pytest.mark.parametrize('opt_func', [AdamW16, Adam, partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['AdamW16','Adam','OptimWrapper'])
