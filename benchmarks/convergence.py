@@ -29,14 +29,14 @@ def run(name, to, seed):
         figure = float(learn.recorder.values[-1][-1])
     except Exception as e: error = f'{type(e).__name__}: {e}'
     return dict(figures=figure if math.isfinite(figure) else None, skipped=watch.skipped, errors=error, checksum=watch.checksum,
-                promoted=len(nested_attr(learn, 'mixed_precision.promoted', [])))
+                reruns=nested_attr(learn, 'mixed_precision.n_rerun', 0), promoted=len(nested_attr(learn, 'mixed_precision.promoted', [])))
 
 def compare(name, seeds):
     "A row for each contender"
     runs = [{to: run(name, to, seed) for to in contenders} for seed in range(seeds)]
     for o in runs:
         if len({r['checksum'] for r in o.values() if not r['errors']})>1: raise RuntimeError(f'{name}: first weights or batches differ')
-    metric,keys = trainings[name].make(0).metrics[0].name,('figures','skipped','promoted','errors')
+    metric,keys = trainings[name].make(0).metrics[0].name,('figures','skipped','reruns','promoted','errors')
     return [dict(training=name, metric=metric, contender=to, **{k: [o[to][k] for o in runs] for k in keys}) for to in contenders]
 
 def figures(row): return torch.tensor([math.nan if o is None else o for o in row['figures']], dtype=torch.float64)
@@ -57,9 +57,9 @@ def cell(row, base):
 def table(res):
     "Markdown"
     names = list(dict.fromkeys(r['training'] for r in res['rows']))
-    rows = [[r for r in res['rows'] if r['training']==name] for name in names]
-    return '\n'.join([f"| training | metric | {' | '.join(contenders)} |", '|'+' --- |'*(2+len(contenders)),
-                      *(f"| {some[0]['training']} | {some[0]['metric']} | {' | '.join(cell(r, some[0]) for r in some)} |" for some in rows)])
+    def line(some): return f"| {some[0]['training']} | {some[0]['metric']} | {' | '.join(cell(r, some[0]) for r in some)} |"
+    rows = [line([r for r in res['rows'] if r['training']==name]) for name in names]
+    return '\n'.join([f"| training | metric | {' | '.join(contenders)} |", '|'+' --- |'*(2+len(contenders)), *rows])
 
 def chart(res):
     "A dot for each seed; the bar in grey reaches as far as fp32's standard deviation to either side"

@@ -5,16 +5,21 @@ from unittest.mock import patch
 import torch
 from fastai.basics import default_device
 from fastai.callback import fp16
-from fastai_amp16.precision import _nesting
+
+def _nesting():
+    "How many autocast contexts are open"
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 def _non_native_before_fit(self, before_fit=fp16.NonNativeMixedPrecision.before_fit):
-    dls,self.learn.dls = self.learn.dls,SimpleNamespace(device=torch.device('cuda')) # it asserts that the data are on a GPU, and asks no more of them
+    "It asserts that the data are on a GPU, and asks no more of them"
+    dls,self.learn.dls = self.learn.dls,SimpleNamespace(device=torch.device('cuda'))
     try: before_fit(self)
     finally: self.learn.dls = dls
 
 @contextmanager
 def fastais():
-    "Within it, `to_fp16`, `to_bf16` and `to_non_native_fp16` train in half precision on a CPU as well; afterwards autocast is off, whatever they left"
+    "fastai's own train in half precision on a CPU as well; afterwards autocast is off, whatever they left"
     device = default_device().type
     depth,dtype = _nesting(),torch.get_autocast_dtype(device)
     with ExitStack() as patches:

@@ -89,7 +89,7 @@ def _fastai(model, batches, *to, opt_func=Adam, clip=GradientClip):
     for o in to: getattr(learn, o)()
     with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(1, 1e-3)
     mp = getattr(learn, 'mixed_precision', None)
-    counts = dict(skipped=mp.skipped) if isinstance(mp, DynamicMixedPrecision) else {}
+    counts = dict(skipped=mp.n_skipped) if isinstance(mp, DynamicMixedPrecision) else {}
     return dict(loss=learn.recorder.losses[-1], precision=mp.amp_mode.value if mp else 'fp32', **counts)
 
 def _ours(model, batches, *to): return _fastai(model, batches, *to, opt_func=AdamW16, clip=GradientNormClip)

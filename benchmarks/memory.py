@@ -24,8 +24,8 @@ def train(to, width, depth, bs):
     ours = to=='to_bf16_dynamic'
     model = nn.Sequential(*[o for _ in range(depth) for o in (nn.Linear(width, width), nn.ReLU())], nn.Linear(width, 10))
     batches = Batches([(torch.randn(bs, width), torch.randint(10, (bs,))) for _ in range(3)])
-    learn = Learner(DataLoaders(batches, [], device=torch.device('cpu')), model, nn.CrossEntropyLoss(), AdamW16 if ours else Adam, lr=1e-5,
-                    cbs=GradientNormClip(1.) if ours else GradientClip(1.))
+    dls,(opt_func,clip) = DataLoaders(batches, [], device=torch.device('cpu')),(AdamW16,GradientNormClip) if ours else (Adam,GradientClip)
+    learn = Learner(dls, model, nn.CrossEntropyLoss(), opt_func, lr=1e-5, cbs=clip(1.))
     before = peak()
     with fastais(), learn.no_bar(), learn.no_logging(): getattr(learn, to)().fit(1)
     return (peak()-before)/sum(p.nbytes for p in model.parameters())
@@ -41,13 +41,15 @@ def main(args=None):
     def run(to, bs):
         args = f'--contender {to} --width {a.width} --depth {a.depth} --bs {bs}'.split()
         return float(subprocess.run([sys.executable, '-W', 'ignore', __file__, *args], check=True, capture_output=True, text=True).stdout)
-    res = dict(machine=machine(), parameters=a.depth*a.width*(a.width+1), rows=[dict(batch_size=bs, **{to: run(to, bs) for to in contenders}) for bs in a.bs])
+    rows = [dict(batch_size=bs, **{to: run(to, bs) for to in contenders}) for bs in a.bs]
+    res = dict(machine=machine(), parameters=a.depth*a.width*(a.width+1), rows=rows)
     print(table(res))
     a.out.write_text(json.dumps(res, indent=1)+'\n')
 
 def table(res):
     "Markdown"
-    return '\n'.join(['| batch size | '+' | '.join(f'`{o}`' for o in contenders)+' |', '| --: |'+' --: |'*len(contenders),
-                      *('| '+' | '.join([str(r['batch_size']), *(f'{r[o]:.2f}' for o in contenders)])+' |' for r in res['rows'])])
+    def line(cells): return '| '+' | '.join(cells)+' |'
+    rows = [line([str(r['batch_size']), *(f'{r[o]:.2f}' for o in contenders)]) for r in res['rows']]
+    return '\n'.join([line(['batch size', *(f'`{o}`' for o in contenders)]), '| --: |'+' --: |'*len(contenders), *rows])
 
 if __name__=='__main__': main()

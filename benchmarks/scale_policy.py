@@ -9,6 +9,7 @@ with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     from fastai.basics import Callback
     from fastai_amp16.all import DynamicScaler
+    from fastai_amp16.step import Next,Outcome,StepRecord,what_next
     from machine import machine
 
 here = Path(__file__).parent
@@ -16,17 +17,21 @@ top,flushed = math.log2(65504),-25 # above the one, numbers are inf in fp16, bel
 
 # %% recording
 class Maxima(Callback):
-    """For each training step the largest scale, in powers of two, that no gradient in half precision overflows at; and, of each 50th step, how many
-    gradients there are in each octave. For `to_bf16_dynamic`, which computes in half precision where fp16 would, and overflows nowhere"""
+    """For each training step the largest scale, in powers of two, that no gradient in half precision overflows at; and, of each 50th
+    step, how many gradients there are in each octave. For `to_bf16_dynamic`, which computes in half precision where fp16 would, and
+    overflows nowhere"""
     run_valid,low,high = False,-80,40
-    def before_fit(self): self.rooms,self.octaves,self.hooks = [],torch.zeros(self.high-self.low),[m.register_forward_hook(self.watch) for m in self.learn.model.modules()]
+    def before_fit(self):
+        self.rooms,self.octaves = [],torch.zeros(self.high-self.low)
+        self.hooks = [m.register_forward_hook(self.watch) for m in self.learn.model.modules()]
     def after_fit(self):
         for h in self.hooks: h.remove()
     def before_batch(self): self.grads = []
     def watch(self, module, args, out):
         if not self.learn.training: return
+        def note(grad): self.grads.append(grad.detach())
         for t in out if isinstance(out, (tuple,list)) else [out]:
-            if isinstance(t, torch.Tensor) and t.dtype==torch.bfloat16 and t.requires_grad: t.register_hook(lambda g: self.grads.append(g.detach()))
+            if isinstance(t, torch.Tensor) and t.dtype==torch.bfloat16 and t.requires_grad: t.register_hook(note)
     def before_step(self):
         half = {id(d[n]) for d,n in self.learn.mixed_precision.ready().slots}
         gs = self.grads+[p.grad for p in self.learn.model.parameters() if id(p) in half and p.grad is not None]
@@ -52,11 +57,33 @@ def heavy_tails(steps):
     "Maxima about 1, of gradients like the first recorded ones: independent from step to step, and more or less wild"
     rng = torch.Generator().manual_seed(0)
     u,n = torch.rand(3, steps, generator=rng, dtype=torch.float64),torch.randn(2, steps, generator=rng, dtype=torch.float64)
-    logs = {'log-normal, σ=1': n[0]/math.log(2), 'log-normal, σ=2': 2*n[1]/math.log(2), 'Pareto, α=2': -u[0].log2()/2, 'Pareto, α=1': -u[1].log2(),
+    logs = {'log-normal, σ=1': n[0]/math.log(2), 'log-normal, σ=2': 2*n[1]/math.log(2),
+            'Pareto, α=2': -u[0].log2()/2, 'Pareto, α=1': -u[1].log2(),
             '1 in 500 a thousand times as large': torch.where(u[2]<1/500, 10., 0.)}
     return {k: [math.floor(top-o) for o in v.tolist()] for k,v in logs.items()}
 
 # %% policies: the scale, as a power of two, that a step uses, and what is learned from it
+def skips(scaler, room):
+    "A step whose gradients overflow is skipped: the scale of the step, `None` if there is none, and attempts besides the first"
+    scale = math.log2(scaler.get_scale())
+    scaler.update(found_inf=scale>room)
+    return (None if scale>room else scale),0
+
+def runs_again(scaler, room):
+    "What this package does: the batch runs again until its gradients are finite"
+    record = StepRecord(scaler.min_scale, settled=scaler.settled)
+    scale,reruns,what = scaler.get_scale(),0,None
+    while what is not Next.step:
+        what,lower = what_next(record, Outcome.overflow if math.log2(scale)>room else Outcome.fine, scale)
+        if what is Next.skip: return None,reruns
+        if what is Next.diagnose: # it measures the gradients
+            record.fails.clear()
+            record.looks,lower = record.looks+1,max(scaler.min_scale, 2.**(room-1))
+        if what is not Next.step: scale,reruns = lower,reruns+1
+    scaler.room = room
+    scaler.took(scale)
+    return math.log2(scale),reruns
+
 def scaler(**kwargs): return lambda: DynamicScaler('cpu', **kwargs)
 torchs = dict(growth_interval=2000, min_scale=2.**-126, max_scale=math.inf)
 
@@ -69,44 +96,59 @@ class Icefall(DynamicScaler):
         if self.i%100==0 and (self.get_scale()<8 or self.get_scale()<32 and self.i%400==0): super().update(2*self.get_scale())
 
 class IntoRoom(DynamicScaler):
-    "Grows only where no maximum since it last grew would have overflowed at the new scale: it has to be told them"
-    def __init__(self): super().__init__('cpu'); self.least = math.inf
-    def update(self, found_inf, room):
-        before,self.least = self.get_scale(),min(self.least, room)
-        super().update(found_inf=found_inf)
-        if self.get_scale()>before and math.log2(self.get_scale())>self.least: super().update(before)
+    "Grows only where no maximum since it last grew would have overflowed at the new scale: it has to be told them, as `room`"
+    def __init__(self): super().__init__('cpu'); self.least,self.room = math.inf,math.inf
+    def took(self, scale):
+        before,self.least = self.get_scale(),min(self.least, self.room)
+        super().took(scale)
+        if self.get_scale()>before and math.log2(self.get_scale())>self.least: self.update(before)
         if self._get_growth_tracker()==0: self.least = math.inf
 
-policies = {'static, 512': scaler(init_scale=512., dynamic=False), 'torch': scaler(**torchs), 'apex': scaler(**{**torchs, 'max_scale': 2.**24}),
-    'Keras 3': scaler(**torchs, init_scale=2.**15), 'DeepSpeed': scaler(growth_interval=1000, hysteresis=2, min_scale=1., max_scale=math.inf),
-    'Megatron-LM': scaler(init_scale=2.**32, growth_interval=1000, hysteresis=2, min_scale=1., max_scale=math.inf),
-    'fairseq': scaler(init_scale=2.**7, growth_interval=2**14, min_scale=1e-4, max_scale=math.inf), 'icefall': Icefall, 'ours': scaler(),
-    **{f'ours, growth_interval={n}': scaler(growth_interval=n) for n in (100,1000,2000,4000)}, 'ours, hysteresis=2': scaler(hysteresis=2),
-    'ours, growing into room only': IntoRoom}
+policies = { # a scaler, and what happens to a batch whose gradients overflow
+    'static, 512': (scaler(init_scale=512., dynamic=False),skips),
+    'torch': (scaler(**torchs),skips),
+    'apex': (scaler(**{**torchs, 'max_scale': 2.**24}),skips),
+    'Keras 3': (scaler(**torchs, init_scale=2.**15),skips),
+    'DeepSpeed': (scaler(growth_interval=1000, hysteresis=2, min_scale=1., max_scale=math.inf),skips),
+    'Megatron-LM': (scaler(init_scale=2.**32, growth_interval=1000, hysteresis=2, min_scale=1., max_scale=math.inf),skips),
+    'fairseq': (scaler(init_scale=2.**7, growth_interval=2**14, min_scale=1e-4, max_scale=math.inf),skips),
+    'icefall': (Icefall,skips),
+    'ours': (scaler(),runs_again),
+    'ours, rerun=False': (scaler(),skips),
+    **{f'ours, growth_interval={n}': (scaler(growth_interval=n),runs_again) for n in (100,1000,2000,4000)},
+    'ours, hysteresis=2': (scaler(hysteresis=2),runs_again),
+    'ours, growing into room only': (IntoRoom,runs_again)}
 
 def replay(policy, rooms, octaves):
-    """Percent of the steps that are skipped; bits that the scale of the others lies below the largest that each would have borne, up to 2^24; and
-    percent of the gradients other than 0 that these scales leave to become 0; `None` if all are skipped"""
-    s,scales,bits = policy(),[],[]
+    """Percent of the steps that are skipped, and of runs besides the first of each step; bits that the scale of the steps taken lies below
+    the largest that each would have borne, up to 2^24; and percent of the gradients other than 0 that these scales leave to become 0;
+    `None` if all are skipped"""
+    make,step = policy
+    s,scales,bits,runs = make(),[],[],0
     for room in rooms:
-        overflow = (scale := math.log2(s.get_scale()))>room
-        if not overflow:
-            scales.append(scale)
-            bits.append(min(room, 24)-min(scale, 24))
-        s.update(found_inf=overflow, **(dict(room=room) if policy is IntoRoom else {}))
-    lost = {k: sum(n for o,n in octaves.items() if int(o)<flushed-k)/sum(octaves.values()) for k in set(scales)}
-    taken = len(scales)
-    return dict(skipped=100-100*taken/len(rooms), bits=sum(bits)/taken if taken else None, zeros=100*sum(map(lost.get, scales))/taken if taken else None)
+        scale,reruns = step(s, room)
+        runs += reruns
+        if scale is None: continue
+        scales.append(scale)
+        bits.append(min(room, 24)-min(scale, 24))
+    n,lost = sum(octaves.values()),{}
+    for scale in set(scales): lost[scale] = sum(k for o,k in octaves.items() if int(o)<flushed-scale)/n
+    percent,taken = 100/len(rooms),len(scales)
+    return dict(skipped=100-percent*taken, reruns=percent*runs, bits=sum(bits)/taken if taken else None,
+                zeros=100*sum(map(lost.get, scales))/taken if taken else None)
+
+columns = {'skipped': 'skipped, %', 'reruns': 'runs again, %', 'bits': 'bits below the best', 'zeros': 'become 0, %'}
 
 def table(res):
     "Markdown: means over trainings, and over heavy tails"
-    rows = res['rows']
+    rows,kinds = res['rows'],('training','heavy tail')
     def mean(policy, kind, key):
         some = [r[key] for r in rows if (r['policy'],r['kind'])==(policy,kind) and r[key] is not None]
         return fmean(some) if some else math.nan
-    head = '| policy | training: skipped, % | bits below the best | become 0, % | heavy tail: skipped, % | bits below the best | become 0, % |'
-    return '\n'.join([head, '| --- |'+' --: |'*6, *('| '+' | '.join([k, *(f'{mean(k, kind, o):.3g}' for kind in ('training','heavy tail')
-        for o in ('skipped','bits','zeros'))])+' |' for k in dict.fromkeys(r['policy'] for r in rows))])
+    def line(policy): return [policy, *(f'{mean(policy, kind, k):.3g}' for kind in kinds for k in columns)]
+    head = ['policy', *((f'{kind}: '*(i==0))+name for kind in kinds for i,name in enumerate(columns.values()))]
+    lines = [head, ['---']+['--:']*(len(head)-1), *map(line, dict.fromkeys(r['policy'] for r in rows))]
+    return '\n'.join('| '+' | '.join(o)+' |' for o in lines)
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

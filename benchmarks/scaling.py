@@ -1,4 +1,4 @@
-"How the cost of mixed precision itself grows with the number of tensors and with their size, beside the time that the bytes take which must move"
+"How the cost of mixed precision itself grows with the number of tensors and with their size, beside the time that the bytes take"
 import argparse,json,warnings
 from pathlib import Path
 import torch
@@ -25,7 +25,7 @@ class Given(torch.autograd.Function):
     def backward(ctx, _): return None,*ctx.grads
 
 class Weights(nn.Module):
-    "`n` linear layers of `size` weights each; their gradients are in half precision, as those of half-precision copies are, or not there, if `grads` is False"
+    "`n` linear layers of `size` weights each; their gradients are those of half-precision copies, or not there, if `grads` is False"
     def __init__(self, n, size, device, grads=True):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(size, 1, bias=False, device=device) for _ in range(n)])
@@ -43,7 +43,7 @@ def learner(to, model, batches):
     return by_fastai(getattr(learn, to)(), batches)
 
 def by_hand(model, batches, mixed=True):
-    "What autocast, `GradScaler` and `clip_grad_norm_` do in a loop of PyTorch, for the same weights; or, if not `mixed`, the loop without them"
+    "What autocast, `GradScaler` and `clip_grad_norm_` do in a loop of PyTorch; or, if not `mixed`, the loop without them"
     ws = list(model.parameters())
     opt,scaler = torch.optim.SGD(ws, lr=0.),torch.amp.GradScaler(ws[0].device.type)
     opt.step = lambda: None
@@ -85,9 +85,12 @@ def measure(n, size, rounds, device):
 
 def chart(res, path):
     fig = Figure(figsize=(10,4), layout='constrained')
-    for ax,(key,rows,what) in zip(fig.subplots(1, 2), (('tensors',res['by_number'],f"tensors, {res['size']} elements each"), ('elements',res['by_size'],f"elements, in {res['number']} tensors"))):
-        for k,label,style in (('ours','to_fp16_dynamic','o-'), ('by_hand','autocast, GradScaler and norm, by hand','s-'), ('copy',f'one copy of the {bytes_per_element} bytes an element','k--')):
-            ax.plot([r[key] for r in rows], [r[k][1] for r in rows], style, label=label, ms=4)
+    panels = (('tensors', res['by_number'], f"tensors, {res['size']} elements each"),
+              ('elements', res['by_size'], f"elements, in {res['number']} tensors"))
+    lines = (('ours', 'to_fp16_dynamic', 'o-'), ('by_hand', 'autocast, GradScaler and norm, by hand', 's-'),
+             ('copy', f'one copy of the {bytes_per_element} bytes an element', 'k--'))
+    for ax,(key,rows,what) in zip(fig.subplots(1, 2), panels):
+        for k,label,style in lines: ax.plot([r[key] for r in rows], [r[k][1] for r in rows], style, label=label, ms=4)
         ax.set(xscale='log', yscale='log', xlabel=what, ylabel='ms a step')
         ax.grid(alpha=0.3)
     fig.legend(*ax.get_legend_handles_labels(), loc='outside lower center', ncols=3)
@@ -105,9 +108,11 @@ def main(args=None):
     a = p.parse_args(args)
     torch.set_num_threads(1)
     device = default_device()
-    res = dict(machine=machine(), number=a.number, size=a.size, rounds=a.rounds, by_number=[measure(n, a.size, a.rounds, device) for n in a.numbers],
-               by_size=[measure(a.number, s, a.rounds, device) for s in a.sizes])
-    for r in res['by_number']+res['by_size']: print(f"{r['tensors']:6} tensors {r['elements']:10} elements:", *(f"{k} {r[k][1]:.3g} ms" for k in ('ours','by_hand','copy')))
+    by_number = [measure(n, a.size, a.rounds, device) for n in a.numbers]
+    by_size = [measure(a.number, s, a.rounds, device) for s in a.sizes]
+    res = dict(machine=machine(), number=a.number, size=a.size, rounds=a.rounds, by_number=by_number, by_size=by_size)
+    for r in by_number+by_size:
+        print(f"{r['tensors']:6} tensors {r['elements']:10} elements:", *(f"{k} {r[k][1]:.3g} ms" for k in ('ours','by_hand','copy')))
     a.out.write_text(json.dumps(res, indent=1)+'\n')
     chart(res, a.out.with_suffix('.png'))
 

@@ -30,7 +30,8 @@ class ViT(nn.Module):
     def __init__(self, d, depth):
         super().__init__()
         self.patches,self.token,self.pos = nn.Linear(64, d),nn.Parameter(torch.zeros(1, 1, d)),nn.Parameter(torch.randn(1, 5, d)*0.02)
-        self.blocks = nn.Sequential(*[nn.TransformerEncoderLayer(d, 4, 2*d, 0., 'gelu', batch_first=True, norm_first=True) for _ in range(depth)])
+        blocks = [nn.TransformerEncoderLayer(d, 4, 2*d, 0., 'gelu', batch_first=True, norm_first=True) for _ in range(depth)]
+        self.blocks = nn.Sequential(*blocks)
         self.norm,self.head = nn.LayerNorm(d),nn.Linear(d, 10)
     def forward(self, x):
         x = self.patches(x.view(-1, 2, 8, 2, 8).transpose(2, 3).reshape(-1, 4, 64))
@@ -42,7 +43,8 @@ def xresnet50_like(d):
     return nn.Sequential(*layer(256), *[Add(*layer(d)) for _ in range(52)], nn.Linear(d, 10))
 
 def mlp(d):
-    return nn.Sequential(nn.Linear(256, d), *[Add(nn.LayerNorm(d), nn.Linear(d, d), nn.ReLU(), nn.Linear(d, d)) for _ in range(26)], nn.Linear(d, 10))
+    blocks = [Add(nn.LayerNorm(d), nn.Linear(d, d), nn.ReLU(), nn.Linear(d, d)) for _ in range(26)]
+    return nn.Sequential(nn.Linear(256, d), *blocks, nn.Linear(d, 10))
 
 def vit(d): return ViT(d, 6)
 
@@ -61,8 +63,12 @@ def fit(make, model, batches):
 
 def _learner(dls, model, opt_func, **kwargs): return Learner(dls, model, nn.CrossEntropyLoss(), opt_func, lr=lr, **kwargs)
 def to_fp16(dls, model): return _learner(dls, model, Adam, cbs=GradientClip(1.)).to_fp16()
-def to_non_native_fp16(dls, model): return _learner(dls, model, Adam).to_non_native_fp16(clip=1., max_loss_scale=2.**16) # not 2**24, where each fit begins with skipped steps; `GradientClip` does nothing there
-def wrapper(dls, model): return _learner(dls, model, partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True)), cbs=GradientClip(1.)).to_fp16()
+def to_non_native_fp16(dls, model):
+    "Not from 2^24, where each fit begins with skipped steps; `GradientClip` does nothing there"
+    return _learner(dls, model, Adam).to_non_native_fp16(clip=1., max_loss_scale=2.**16)
+def wrapper(dls, model):
+    fused = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
+    return _learner(dls, model, fused, cbs=GradientClip(1.)).to_fp16()
 def ours(dls, model): return _learner(dls, model, AdamW16, cbs=GradientNormClip(1.)).to_fp16_dynamic()
 
 class Nothing(nn.Module):
@@ -72,29 +78,36 @@ class Nothing(nn.Module):
         self.param,self.loss = nn.Parameter(torch.zeros(())),torch.zeros((), requires_grad=True)
     def forward(self, x): return self.loss
 
-def empty(dls, model): return Learner(dls, Nothing(), lambda p,t: p, partial(Optimizer, cbs=[]), lr=lr) # fastai's loop and callbacks around nothing
+def empty(dls, model):
+    "fastai's loop and callbacks around nothing"
+    return Learner(dls, Nothing(), lambda p,t: p, partial(Optimizer, cbs=[]), lr=lr)
 
-stacks = {'fastai `to_fp16`, `Adam`, `GradientClip`': partial(fit, to_fp16), 'fastai `to_non_native_fp16`, `Adam`': partial(fit, to_non_native_fp16),
-          'fastai `to_fp16`, `OptimWrapper(AdamW, fused=True)`, `GradientClip`': partial(fit, wrapper), 'PyTorch by hand': by_hand,
-          'ours': partial(fit, ours), "fastai's loop around nothing": partial(fit, empty)}
+stacks = {
+    'fastai `to_fp16`, `Adam`, `GradientClip`': partial(fit, to_fp16),
+    'fastai `to_non_native_fp16`, `Adam`': partial(fit, to_non_native_fp16),
+    'fastai `to_fp16`, `OptimWrapper(AdamW, fused=True)`, `GradientClip`': partial(fit, wrapper),
+    'PyTorch by hand': by_hand,
+    'ours': partial(fit, ours),
+    "fastai's loop around nothing": partial(fit, empty)}
 first,hand,own,loop = [list(stacks)[i] for i in (0,3,4,5)]
 
 # %% operators and reads
 class Operators(TorchDispatchMode):
-    "Counts what is dispatched, and reads by the host; `marks` has both counts at the beginning and the end of each batch, and around forward and backward pass"
+    "Counts what is dispatched, and reads by the host; `marks` has both where batches, forward and backward passes begin or end"
     def __init__(self):
         super().__init__()
         self.n,self.reads,self.marks = 0,0,[]
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         res = func(*args, **(kwargs or {}))
         self.n += 1
-        moved = isinstance(res, torch.Tensor) and res.device.type=='cpu' and any(isinstance(o, torch.Tensor) and o.device.type!='cpu' for o in args)
+        devices = [o.device.type for o in args if isinstance(o, torch.Tensor)]
+        moved = isinstance(res, torch.Tensor) and res.device.type=='cpu' and any(o!='cpu' for o in devices)
         self.reads += moved or func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero)
         return res
     def mark(self, what): self.marks.append((what,self.n,self.reads))
 
 def count(stack, model, batches):
-    "Operators in forward and backward pass, those in the rest of a step, and reads in all, of the last step but one; casts of weights belong to forward"
+    "Of the last step but one: operators in forward pass (casts of weights belong to it) and backward pass, the other operators, all reads"
     run,backward,tolist,prepared = stack(model, batches),torch.Tensor.backward,torch.Tensor.tolist,Learner._do_one_batch
     run() # the first fit makes the state
     with Operators() as ops:
@@ -108,7 +121,8 @@ def count(stack, model, batches):
             ops.reads += self.device.type=='cpu' # where no operator shows it
             return tolist(self)
         batches.at_batch = partial(ops.mark, 'batch')
-        with patch.object(torch.Tensor, 'backward', marked), patch.object(torch.Tensor, 'tolist', read), patch.object(Learner, '_do_one_batch', begins): run()
+        tensor,learner = patch.multiple(torch.Tensor, backward=marked, tolist=read),patch.object(Learner, '_do_one_batch', begins)
+        with tensor, learner: run()
     begin,end = [i for i,(what,*_) in enumerate(ops.marks) if what=='batch'][-3:-1]
     _,began,reads = ops.marks[begin]
     _,ended,reads_after = ops.marks[end]
@@ -125,17 +139,21 @@ def measure(name, bs, d, steps, rounds):
     runs = {k: s(deepcopy(model), data(steps, bs, device)) for k,s in stacks.items()}
     times = interleaved(runs, rounds)
     floor = [a+b for a,b in zip(times[hand], times[loop])]
-    return [dict(model=name, tensors=tensors, batch_size=bs, contender=k, ms=[1e3*o for o in quartiles(t)], over_to_fp16=ratio(t, times[first]),
-                 over_floor=ratio(t, floor), **count(stacks[k], deepcopy(model), data(4, bs, device))) for k,t in times.items()]
+    def row(k, t):
+        ratios = dict(over_to_fp16=ratio(t, times[first]), over_floor=ratio(t, floor))
+        return dict(ms=[1e3*o for o in quartiles(t)], **ratios, **count(stacks[k], deepcopy(model), data(4, bs, device)))
+    return [dict(model=name, tensors=tensors, batch_size=bs, contender=k, **row(k, t)) for k,t in times.items()]
 
 def table(res):
     "Markdown"
-    lines = ['| model, batch size | contender | ms a step (quartiles) | of `to_fp16` | of the floor | operators: forward and backward | rest of the step | reads |',
-             '| --- | --- | --: | --: | --: | --: | --: | --: |']
+    head = ['model, batch size', 'contender', 'ms a step (quartiles)', 'of `to_fp16`', 'of the floor',
+            'operators: forward and backward', 'rest of the step', 'reads']
+    lines = ['| '+' | '.join(head)+' |', '| --- | --- | --: | --: | --: | --: | --: | --: |']
     for r in res['rows']:
-        q1,q2,q3 = r['ms']
-        lines.append(f"| {r['model']}, {r['batch_size']} | {r['contender']} | {q2:.2f} ({q1:.2f} to {q3:.2f}) | {r['over_to_fp16'][1]:.2f} | {r['over_floor'][1]:.2f} | "
-                     f"{r['operators_forward_backward']} | {r['operators_step']} | {r['reads']} |")
+        ms = '{1:.2f} ({0:.2f} to {2:.2f})'.format(*r['ms'])
+        ratios = [f'{r[k][1]:.2f}' for k in ('over_to_fp16','over_floor')]
+        counts = [str(r[k]) for k in ('operators_forward_backward','operators_step','reads')]
+        lines.append('| '+' | '.join([f"{r['model']}, {r['batch_size']}", r['contender'], ms, *ratios, *counts])+' |')
     return '\n'.join(lines)
 
 def main(args=None):

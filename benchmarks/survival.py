@@ -32,14 +32,14 @@ def figure(name, to):
 
 # %% events in a small, healthy training
 class Spoil(Callback):
-    "Makes some training batches, counted from 1, overflow: in the forward pass, by an infinite input, or in the backward pass, by gradients beyond fp16"
+    "Spoils some training batches, counted from 1: by infinite inputs, or by gradients a million times the usual size, which fp32 can hold"
     order,run_valid = 5,False
     def __init__(self, batches, backward=False): self.batches,self.backward,self.i = batches,backward,0
     def before_batch(self):
         self.i += 1
         if self.i in self.batches and not self.backward: self.learn.xb = tuple(x*math.inf for x in self.xb)
     def before_backward(self):
-        if self.i in self.batches and self.backward: self.learn.loss_grad = self.loss_grad*1e30
+        if self.i in self.batches and self.backward: self.learn.loss_grad = self.loss_grad*1e6
 
 def learner(to, lr=1e-2, **kwargs):
     set_seed(0, reproducible=True)
@@ -53,7 +53,9 @@ def quiet(learn, n=2, **kwargs):
     with learn.no_bar(), learn.no_logging(): learn.fit(n, **kwargs)
     return learn
 
-def loss(learn): return nn.functional.mse_loss(learn.model.eval()(learn.dls.valid.one_batch()[0]).float(), learn.dls.valid.one_batch()[1]).item()
+def loss(learn):
+    x,y = learn.dls.valid.one_batch()
+    return nn.functional.mse_loss(learn.model.eval()(x).float(), y).item()
 def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
 def same(a, b): return all(torch.equal(x, y) for x,y in zip(a, b))
 def learns(learn, n=6):
@@ -77,7 +79,11 @@ def ctrl_c(to):
     except KeyboardInterrupt: pass
     return not torch.is_autocast_enabled(default_device().type) and learns(learn)
 
-def persistent(to): return learns(quiet(learner(to, cbs=Spoil(range(1, 201))), 25))
+def persistent(to):
+    "Ours would end the fit at the third, and say so"
+    learn = learner(to, cbs=Spoil(range(1, 201)))
+    if to=='to_fp16_dynamic': learn.mixed_precision.patience = 1000
+    return learns(quiet(learn, 25))
 
 def one_inf(to):
     learn = quiet(learner(to, cbs=Spoil([3])))
@@ -126,12 +132,13 @@ def validate(to):
 def mid_fit_checkpoint(to):
     "What is saved in the middle of a fit are the weights of fp32"
     found = []
-    def look(learn): found.append(all(v.dtype==torch.float32 and not torch.equal(v, v.half().float()) for k,v in learn.model.state_dict().items() if k.endswith('weight') and v.ndim>1))
+    def is_fp32(t): return t.dtype==torch.float32 and not torch.equal(t, t.half().float())
+    def look(learn): found.append(all(is_fp32(v) for k,v in learn.model.state_dict().items() if k.endswith('weight') and v.ndim>1))
     quiet(learner(to, cbs=Do('after_batch', look)))
     return found==[True]
 
 def resume(to):
-    "After overflows, which lowered the loss scale"
+    "After overflows, which lower the loss scale"
     with tempfile.TemporaryDirectory() as d:
         def make(): return learner(to, cbs=Spoil([6,12], backward=True), path=d)
         whole = quiet(make(), 4, cbs=SaveModelCallback(every_epoch=True, fname='epoch', with_opt=True))
@@ -140,11 +147,19 @@ def resume(to):
         again.load('epoch_1')
         return same(weights(whole), weights(quiet(again, 4, start_epoch=2)))
 
-events = {'Ctrl-C in the middle of a batch, then another fit': ctrl_c, '200 infinite batches in a row, then healthy ones': persistent,
-          'one infinite loss: the recorded loss stays finite': one_inf, 'one infinite batch: norm statistics stay finite': statistics,
-          '`lr_find` leaves the weights as they were': lr_find, 'a callback edits weights in a fit': edit, '`learn.load` in a fit': load,
-          "fastai's `GradientClip` clips": clip, 'called twice': twice, '`learn.validate()` by a callback in a fit': validate,
-          'a checkpoint of the middle of a fit holds fp32 weights': mid_fit_checkpoint, 'resumed in a new learner, bit for bit': resume}
+events = {
+    'Ctrl-C in the middle of a batch, then another fit': ctrl_c,
+    '200 infinite batches in a row (`patience=1000`), then healthy ones': persistent,
+    'one infinite loss: the recorded loss stays finite': one_inf,
+    'one infinite batch: norm statistics stay finite': statistics,
+    '`lr_find` leaves the weights as they were': lr_find,
+    'a callback edits weights in a fit': edit,
+    '`learn.load` in a fit': load,
+    "fastai's `GradientClip` clips": clip,
+    'called twice': twice,
+    '`learn.validate()` by a callback in a fit': validate,
+    'a checkpoint of the middle of a fit holds fp32 weights': mid_fit_checkpoint,
+    'resumed in a new learner, bit for bit': resume}
 
 def passes(event, to):
     try:

@@ -6,7 +6,7 @@ from torch.nn.utils import clip_grad_norm_
 from fastais import fastais
 
 class Batches:
-    "A list of batches, on the device already, in the place of a data loader; `times` has the clock at the beginning of each batch, and at the end"
+    "A list of batches, on the device already, in the place of a data loader; `times` has the clock before each batch, and at the end"
     def __init__(self, items): self.items,self.times,self.at_batch = items,[],None
     def __len__(self): return len(self.items)
     def __iter__(self):

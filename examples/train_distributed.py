@@ -3,8 +3,8 @@
     accelerate launch --multi_gpu --num_processes 2 --mixed_precision no examples/train_distributed.py
     accelerate launch --multi_gpu --num_processes 2 --mixed_precision no examples/train_distributed.py --cpu
 
-The first line for two GPUs, the second for two processes on a CPU. Each epoch leaves a checkpoint in `models`; `--start_epoch 3` goes on after
-the third."""
+The first line for two GPUs, the second for two processes on a CPU. Each epoch leaves a checkpoint in `models`; `--start_epoch 3` goes on
+after the third."""
 import argparse,os,warnings
 warnings.simplefilter('ignore', FutureWarning) # torch's, at the import of fastai
 import torch
@@ -49,7 +49,8 @@ def main():
     if rank_distrib()==0: print(f"{num_distrib() or 1} processes; {sent(learn, args.compress)}")
 
     hook = DDPCommunicationHookType.FP16 if args.compress else DDPCommunicationHookType.NO
-    with learn.distrib_ctx(sync_bn=not args.cpu, cpu=args.cpu, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)]): # CPUs have no kernels for sync_bn
+    ddp,sync_bn = DistributedDataParallelKwargs(comm_hook=hook),not args.cpu # CPUs have no kernels for it
+    with learn.distrib_ctx(sync_bn=sync_bn, cpu=args.cpu, kwargs_handlers=[ddp]):
         learn.fit_one_cycle(args.epochs, 3e-3, start_epoch=args.start_epoch)
     if torch.distributed.is_initialized():
         torch.distributed.barrier() # none goes while another still talks to it

@@ -35,7 +35,7 @@ def first_bad(
             if only(frame): return 'loss' if frame.name==loss_name else 'forward',frame
     if run.error is not None and run.open is not None and only(run.open): return 'loss' if run.open.name==loss_name else 'forward',run.open
     for s in run.fired:
-        if is_bad(s.grad, (r:=refs.get(s.key)) and r.grad) and only(frame:=_consumer(run, s)): return 'backward',frame
+        if is_bad(s.grad, (r:=refs.get(s.key)) and r.grad) and only(frame:=_consumer(run, s, reference)): return 'backward',frame
 
 def deviation(
     pred, # Tensors, at any depth
@@ -57,10 +57,11 @@ def _first_flushed(run, reference, only=_any):
         r = reference.seen.get(s.key)
         if where=='out' and r and r.value and s.value and s.value[1]<r.value[1]/2 and only(frame): return frame
 
-def _consumer(run, s):
+def _consumer(run, s, reference=None):
     "Whose derivative gave the gradient of `s`: what took `s` in, was given a gradient before, and is innermost"
     took = [f for f in run.frames if s in f.params or (s in f.ins and any(o.turn<s.turn for o in f.outs))]
     if took: return max(took, key=lambda f: f.depth)
+    if reference and (r:=reference.seen.get(s.key)): run,s = reference,r # without our cast of the prediction to fp32, which is nobody's code
     gave = sorted((f for f in run.frames if s in f.outs), key=lambda f: f.depth)
     return gave[0].parent or gave[-1] # the code around the module that gave it; nothing is around the model, whose last module it was
 
@@ -133,15 +134,26 @@ class Case:
         is_half = {k: s.half for k,s in half.seen.items()}
         def fits(seen):
             top = max((s.grad[1] for s in seen), default=0)
-            return self.scale*2.**(math.floor(math.log2(torch.finfo(self.dtype).max/top))-1) if top>0 else self.scale # a bit is left for the next batch
+            if top==0: return self.scale
+            return self.scale*2.**(math.floor(math.log2(torch.finfo(self.dtype).max/top))-1) # a bit is left for the next batch
         # of modules inside own code that is kept, half precision is not seen from outside: the largest gradient of all is a guess
         guesses = fits([s for s in self.fp32.fired if is_half.get(s.key, True)]),max(1., fits(self.fp32.fired)),1.
         return sorted({max(o, self.min_scale) for o in guesses if o<self.scale and self.scale>self.min_scale}, reverse=True)
 
 # %% ../nbs/12_diagnose.ipynb #057a21f6
 def _row(name, m, nonfinite, order, computes):
-    return dict(module=name, type=type(m).__name__, computes=computes, input=0., output=0., inside=math.nan, gradient=math.nan, weight_grad=math.nan,
-                bits=math.inf, some=0, flushed=0, subnormal=0, nonfinite=nonfinite, order=order)
+    return dict(module=name, type=type(m).__name__, computes=computes, input=0., output=0., inside=math.nan, gradient=math.nan,
+                weight_grad=math.nan, bits=math.inf, some=0, flushed=0, subnormal=0, nonfinite=nonfinite, order=order)
+
+def _note_frame(f, r, note, scale):
+    "What went in and out of a call, and the gradients of that"
+    for s in f.params:
+        if s.grad: note(r, 'weight_grad', s, s.grad[1], scale)
+    for where,s in [('input',s) for s in f.ins]+[('output',s) for s in f.outs]:
+        if s.value and s.value[1]>0: note(r, where if f.op is None else 'inside', s, s.value[1])
+        if f.op is None and where=='output' and s.value and s.grad:
+            note(r, 'gradient', s, s.grad[1], scale)
+            _note_shares(r, s)
 
 def _note_shares(r, s):
     "How many of the numbers of a gradient the scale leaves at 0, or with fewer bits"
@@ -160,15 +172,8 @@ def _table(model, fp32, half, scale, dtype):
     for f in fp32.frames:
         m = names.get(f.name) # None: the loss function
         if m is None or isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict)): continue
-        r = rows.setdefault(f.name, _row(f.name, m, f.name in bad, len(rows), 'fp32' if half and f.name in half.in_fp32 else str(dtype).split('.')[-1]))
-        for s in f.params:
-            if s.grad: note(r, 'weight_grad', s, s.grad[1], scale)
-        for where,seen in (('input',f.ins),('output',f.outs)):
-            for s in (s for s in seen if s.value):
-                if s.value[1]>0: note(r, where if f.op is None else 'inside', s, s.value[1])
-                if f.op is None and where=='output' and s.grad:
-                    note(r, 'gradient', s, s.grad[1], scale)
-                    _note_shares(r, s)
+        computes = 'fp32' if half and f.name in half.in_fp32 else str(dtype).split('.')[-1]
+        _note_frame(f, rows.setdefault(f.name, _row(f.name, m, f.name in bad, len(rows), computes)), note, scale)
     df = pd.DataFrame(list(rows.values()))
     if not len(df): return df
     for c in ('flushed','subnormal'): df[c] = df[c]/df['some'].where(df['some']>0)
@@ -195,7 +200,8 @@ def _bad_data(case):
     bad = [t for t in tensors(inputs) if not t.isfinite().all()]
     def finite(ts):
         at = {id(t) for t in ts}
-        with case.batches.with_inputs(lambda t: torch.where(t.isfinite(), t, 0) if id(t) in at else t): return case.run_fp32(modules=False).finite
+        def mended(t): return torch.where(t.isfinite(), t, 0) if id(t) in at else t
+        with case.batches.with_inputs(mended): return case.run_fp32(modules=False).finite
     if not bad or not finite(bad): return
     guilty = [t for t in bad if len(bad)==1 or not finite([o for o in bad if o is not t])] # a mask of -inf is not
     samples,n = set(),0
@@ -205,7 +211,8 @@ def _bad_data(case):
         samples |= set(where.any(1).nonzero().flatten().tolist())
     whose = [what for what,o in zip(('inputs','targets'), zip(*inputs)) if any(t is g for t in tensors(o) for g in guilty)]
     what = f"The {' and '.join(whose)} of the batch are not finite, in {len(samples)} of its {n} samples: {listed(sorted(samples), 10)}."
-    return PrecisionReport('data', what, "find them in the data and repair or drop them; the steps of such batches are skipped", samples=sorted(samples))
+    remedy = "find them in the data and repair or drop them; the steps of such batches are skipped"
+    return PrecisionReport('data', what, remedy, samples=sorted(samples))
 
 # %% ../nbs/12_diagnose.ipynb #5625c536
 def _diverged(case):
@@ -216,13 +223,16 @@ def _diverged(case):
     phase,frame = ('forward',frame) if frame else first_bad(run) or ('backward',None)
     name = None if frame is None or frame.name==loss_name else frame.name
     rate = '' if lr is None else f" at the learning rate {lr:.3g}"
-    if frame is None: return PrecisionReport('divergence', f"The gradients are too large for fp32 as well: this is divergence{rate}, not precision.",
+    if frame is None: return PrecisionReport('divergence',
+        f"The gradients are too large for fp32 as well: this is divergence{rate}, not precision.",
         "a lower learning rate, warm-up, or a smaller loss; the weights are those of the last good step")
     where = _where(case, name if name is not None else loss_name)
     if phase!='backward':
-        return PrecisionReport('divergence', f"The batch is not finite in fp32 either, first in {where}: this is divergence{rate}, not precision.",
+        return PrecisionReport('divergence',
+            f"The batch is not finite in fp32 either, first in {where}: this is divergence{rate}, not precision.",
             "a lower learning rate, warm-up, GradientNormClip, or normalisation; the weights are those of the last good step", name)
-    return PrecisionReport('divergence', f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite or too large; this is not precision.",
+    return PrecisionReport('divergence', f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite "
+        "or too large; this is not precision.",
         "keep the argument of sqrt, norm, log or of a division away from 0 (a small eps inside), or lower the learning rate", name)
 
 # %% ../nbs/12_diagnose.ipynb #1ab605fa
@@ -232,8 +242,8 @@ def _scale_that_fits(case, half):
     for s in case.fitting(half):
         if case.run(scale=s, modules=False).finite:
             top = torch.finfo(case.dtype).max
-            return PrecisionReport('scale', f"The loss scale {case.scale:g} is too high for this batch: its gradients pass {top:g}. {s:g} fits.",
-                f"init_scale={s:g} starts there; nothing has to stay in fp32", new_scale=s),s
+            what = f"The loss scale {case.scale:g} is too high for this batch: its gradients pass {top:g}. {s:g} fits."
+            return PrecisionReport('scale', what, f"init_scale={s:g} starts there; nothing has to stay in fp32", new_scale=s),s
         scale = s
     return None,scale
 
@@ -241,7 +251,8 @@ def _said(case, half, phase, frame, scale, only):
     "What is at fault, in words"
     kind,top,fp32 = case.kind,torch.finfo(case.dtype).max,case.fp32
     where,what = _where(case, frame.name),f'`{frame.op}` in ' if frame.op else ''
-    taken,ref = [max((s.value[1] for k,s in fp32.seen.items() if k[:4]==(*frame.call,o) and s.value), default=math.nan) for o in ('in','out')]
+    def top_of(way): return max((s.value[1] for k,s in fp32.seen.items() if k[:4]==(*frame.call,way) and s.value), default=math.nan)
+    taken,ref = top_of('in'),top_of('out')
     if half.error is not None and phase!='backward': return f"{what}{where} raises in {kind}: {str(half.error).rstrip('.')}."
     if phase=='backward':
         low = 'not even ' if scale<case.scale else ''
@@ -257,7 +268,8 @@ def _unseen(case, half, phase):
     "A report where no place can be named"
     kind,spoilt = case.kind,case.spoilt(half)
     if spoilt and half.finite:
-        return PrecisionReport('forward', f"{listed(spoilt)}: not finite any more in {kind}, and in fp32 it is. It goes to the next batch.", producer='')
+        what = f"{listed(spoilt)}: not finite any more in {kind}, and in fp32 it is. It goes to the next batch."
+        return PrecisionReport('forward', what, producer='')
     what = f"The backward pass raises in {kind}: {half.error}" if half.error is not None else f"Gradients are not finite in {kind}"
     return PrecisionReport(phase, what+", at a place that cannot be seen.", producer='')
 
@@ -292,7 +304,7 @@ def _ladder(case, name):
         name = name.rpartition('.')[0]
 
 # %% ../nbs/12_diagnose.ipynb #be3dd157
-def _next(case, run, frame, promoted):
+def _next(case, run, frame):
     "What to keep in fp32 next, `frame` being at fault in `run`: its module, what is around it, what ran before it, at last everything"
     ran = [f for f,where,_ in run.events if where=='out' and f.op is None and f.name!=loss_name]
     if frame is not None and frame.name!=loss_name: yield from _ladder(case, frame.name)
@@ -317,18 +329,18 @@ def _joined(case, promoted):
 def heal(
     case:Case # What `diagnose` has judged
 ) -> tuple|None: # What to keep in fp32 besides, as `keep_fp32` takes it, and the loss scale that fits; `None` if nothing helps
-    "A set of modules that makes the batch of `case` finite when they compute in fp32, and from which none can be dropped, proved by running it"
+    "Modules that make the batch of `case` finite when they compute in fp32, and of which none can be dropped, proved by running it"
     promoted,scale = _beyond(case),case.scale
     for _ in range(3*len(list(case.model.modules()))):
         run = case.run(promoted, scale, inside=(lambda n: True) if case.silent else None)
         if case.sound(run): break
         phase,frame = case.fault(run)
         if phase=='backward':
-            fits = next((s for s in case.fitting(run) if s<scale and case.run(promoted, s, modules=False).finite), None)
+            fits = next((s for s in case.fitting(run) if s<scale and case.sound(case.run(promoted, s, modules=False))), None)
             if fits:
                 scale = fits
                 break
-        new = next((o for o in _next(case, run, frame, promoted) if not any(o==p or o.startswith(p+'.') for p in promoted)), None)
+        new = next((o for o in _next(case, run, frame) if not any(o==p or o.startswith(p+'.') for p in promoted)), None)
         if new is None: return
         promoted.append(new)
     else: return
@@ -356,17 +368,18 @@ def diagnose(
     if report.verdict=='healthy' and len(report.table):
         r = report.table.iloc[0]
         where = _where(case, r.module)
-        report.sentence += f" The least room is in {where}: {r.bits:.1f} bits." if r.bits>0 else f" Numbers in {where} pass {torch.finfo(case.dtype).max:g}, and do no harm."
+        if r.bits>0: report.sentence += f" The least room is in {where}: {r.bits:.1f} bits."
+        else: report.sentence += f" Numbers in {where} pass {torch.finfo(case.dtype).max:g}, and do no harm."
     return report
 
 def _judged(case, inside, heals):
     "The report on a batch that is finite in fp32"
     case.half = half = case.run(inside=inside)
-    if inside is None and half.finite and not case.sound(half): # an infinity went no further: into a running mean, say
+    if half.finite: case.silent = bool(case.spoilt(half)) or deviation(half.pred, case.fp32.pred)>wrong
+    if inside is None and case.silent: # look where: an infinity may have gone into a running mean, say
         inside = lambda n: True
         case.fp32,case.half = case.run_fp32(shares=True, inside=inside),case.run(inside=inside)
         half = case.half
-    if half.finite: case.silent = bool(case.spoilt(half)) or deviation(half.pred, case.fp32.pred)>wrong
     phase,frame = case.fault(half)
     if frame is None or phase=='backward': case.silent = False
     if case.sound(half): return PrecisionReport('healthy', f"Everything is finite in {case.kind} at the loss scale {case.scale:g}.")
@@ -402,7 +415,8 @@ def find(
     "`diagnose`, with a failure as a part of what was found"
     raised = error and f'{type(error).__name__}: {error}'
     try: return Finding(diagnose(case, inside, heals), raised=raised)
-    except Exception as e: return Finding(failure=f'{type(e).__name__}: {e}', raised=raised, same=error is not None and e is case.fp32.error)
+    except Exception as e:
+        return Finding(failure=f'{type(e).__name__}: {e}', raised=raised, same=error is not None and case.fp32 and e is case.fp32.error)
 
 def merged(
     reports:list # By rank; `None` where a rank has nothing to tell

@@ -17,15 +17,10 @@ class _Gate(StandIn):
     "Stands in for the `forward` of a module, and opens a forward pass where it is called from outside one"
     def __init__(self, entry, module, attr):
         super().__init__(module)
-        self.entry,self.attr = entry,attr
-        self.before = module.__dict__.get(attr)
+        self.entry,self.attr,self.attrs = entry,attr,vars(module)
+        self.before = self.attrs.get(attr)
         if attr!='forward': self.own = self.before # a module that was compiled in place: `_call_impl`, hooks included
     def __call__(self, *args, **kwargs): return self.entry.call(self, args, kwargs)
-
-    def put(self, f):
-        "Let `f` be the attribute of the module; `None`: the class's"
-        if f is None: self.module.__dict__.pop(self.attr, None)
-        else: self.module.__dict__[self.attr] = f
 
 # %% ../nbs/03_entry.ipynb #15a87bda
 # private in torch, and what its own activation checkpoints ask; without it they would be taken for calls from outside
@@ -35,13 +30,7 @@ def in_backward() -> bool:
     "Is a backward pass under way on this thread?"
     return _graph_task()!=-1
 
-def in_backward() -> bool:
-    "Is a backward pass under way on this thread?"
-    return _graph_task()!=-1
-
-def in_backward() -> bool:
-    "Is a backward pass under way on this thread?"
-    return _graph_task()!=-1
+_without = (DistributedDataParallel, torch.jit.ScriptModule) # modules that get no stand-in
 
 class Entry:
     "The stand-ins of one model, and the plan that its forward passes follow"
@@ -53,19 +42,25 @@ class Entry:
         "Put stand-ins on the modules of `model`; on those of a `DistributedDataParallel` inside, and not on itself"
         if model is self.model: return
         self.leave()
-        modules = [m for m in dict.fromkeys((*unwrapped(model), *model.modules())) if not isinstance(m, (DistributedDataParallel,torch.jit.ScriptModule))]
-        self.gates = [_Gate(self, m, a) for m in modules for a in ('forward','_compiled_call_impl') if a=='forward' or m.__dict__.get(a) is not None]
+        modules = [m for m in dict.fromkeys((*unwrapped(model), *model.modules())) if not isinstance(m, _without)]
+        compiled = [m for m in modules if m.__dict__.get('_compiled_call_impl') is not None]
+        self.gates = [*(_Gate(self, m, 'forward') for m in modules), *(_Gate(self, m, '_compiled_call_impl') for m in compiled)]
         self.model = model
         self.place()
 
+    # at each forward pass, for all modules
     def place(self):
-        for g in self.gates: g.module.__dict__[g.attr] = g
+        for g in self.gates: g.attrs[g.attr] = g
     def clear(self):
-        for g in self.gates: g.put(g.own)
+        for g in self.gates:
+            if g.own is None: g.attrs.pop(g.attr, None)
+            else: g.attrs[g.attr] = g.own
     def leave(self):
         "Give the modules their own `forward` back"
         for g in self.gates:
-            if g.module.__dict__.get(g.attr) is g: g.put(g.before)
+            if g.attrs.get(g.attr) is not g: continue
+            if g.before is None: del g.attrs[g.attr]
+            else: g.attrs[g.attr] = g.before
         self.gates,self.model,self.depth = [],None,0
 
     def call(self,

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from .entry import Entry,in_backward
 from .grads import grad_values
 from .nested import cast_floats,half_types,replace,tensors
-from .precision import PrecisionPlan,guarded,unwrap
+from .precision import PrecisionPlan,guarded
 from .ranks import Ranks
 from .snapshot import LearnerState,ModelState
 
@@ -69,12 +69,15 @@ class Frame:
 
 # %% ../nbs/10_rerun.ipynb #df685f87
 class Watch(TorchFunctionMode):
-    "Notes what goes in and out of the modules of `model`, and of the operations in the code of those that `inside` picks by name; `note` gets the latter"
+    """Notes what goes in and out of the modules of `model`
+
+    `inside` picks modules by name whose operations are noted as well; `note` gets each of these."""
     def __init__(self, model, dtype=torch.float16, inside=None, shares=False, note=noop):
         super().__init__()
         self.names = {m:n for n,m in model.named_modules()}
         self.dtype,self.inside,self.shares,self.note = dtype,inside or (lambda n: False),shares,note
         self.frames,self.events,self.fired,self.stack,self.stats,self.known,self.seen,self.calls = [],[],[],[],[],{},{},Counter()
+        self.handles = [] # of hooks, on modules and on tensors: parameters are among these
         self.error,self.open,self.on,self.in_fp32,self.carried,self.finite,self.pred = None,None,False,set(),Counter(),False,None
 
     # modules
@@ -100,8 +103,9 @@ class Watch(TorchFunctionMode):
     def hooks(self, loss_func):
         "Hooks on the modules of model and loss function"
         inside = [m for m in loss_func.modules()] if isinstance(loss_func, nn.Module) else []
-        return [h for m in (*self.names, *inside) if not isinstance(m, torch.jit.ScriptModule)
-                for h in (m.register_forward_pre_hook(self.pre_hook), m.register_forward_hook(self.hook))]
+        for m in (*self.names, *inside):
+            if isinstance(m, torch.jit.ScriptModule): continue
+            self.handles += [m.register_forward_pre_hook(self.pre_hook), m.register_forward_hook(self.hook)]
     def loss(self, loss_func, *args, **kwargs):
         "The loss function, as a frame of its own"
         if not self.on: return loss_func(*args, **kwargs)
@@ -137,7 +141,7 @@ class Watch(TorchFunctionMode):
                 # parameters were looked at before, but half-precision copies of them were not
                 seen.value = self.measure(t) if where!='param' or seen.half else range(0)
                 with torch._C.DisableTorchFunction():
-                    if t.requires_grad and torch.is_grad_enabled(): t.register_hook(partial(self.came_by, seen))
+                    if t.requires_grad and torch.is_grad_enabled(): self.handles.append(t.register_hook(partial(self.came_by, seen)))
                     self.known[id(t), t._version if not t.is_inference() else 0] = ref(t),seen
             res.append(seen)
             self.seen[(*frame.call,where,i)] = seen
@@ -172,8 +176,8 @@ def read(self:Watch,
 
 # %% ../nbs/10_rerun.ipynb #48107301
 _most_bytes = 2**30 # of inputs and targets that are kept for accumulated gradients
-not_faults = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, CancelTrainException,
-              CancelValidException)
+not_faults = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
+              CancelTrainException, CancelValidException)
 
 class _Watched:
     "Stands in for the loss function during a look"
@@ -193,14 +197,14 @@ class Batches:
         learner_state:LearnerState, # What learner and callbacks remember
     ):
         self.learn,self.entry,self.ranks,self.model_state,self.learner_state = learn,entry,ranks,model_state,learner_state
-        self.model,self.noted,self.batches,self.attempt,self.in_memory = unwrap(learn.model),model_state.note(),[],None,True
-        self.params,self.gradients = [p for p in self.model.parameters() if p.requires_grad],[(p, p.grad is not None) for p in self.model.parameters()]
+        self.model,self.noted,self.batches,self.attempt,self.in_memory = model_state.model,model_state.note(),[],None,True
+        self.gradients = [(p.requires_grad, p.grad is not None) for p in model_state.params]
         self.written = self._writes()
 
     def _writes(self):
         "Changes where a weight is written to: torch counts that, but for writes through `.data`, which reach the smallest one as well"
-        least = min(self.params, key=lambda p: p.numel(), default=None)
-        return sum(0 if p.is_inference() else p._version for p in self.params),least is not None and least.detach().clone()
+        state = self.model_state
+        return sum([p._version for p in state.trained]),state.least is not None and state.least.detach().clone()
 
     def add(self):
         "Note the batch at hand"
@@ -237,7 +241,14 @@ class Batches:
     def put_back(self):
         "The model's side as it was at the start of the step, and no gradients: where there were zeros, there are zeros"
         self.model_state.put_back(self.noted)
-        for p,had in self.gradients: p.grad = torch.zeros_like(p) if had else None
+        for p,(_,had) in zip(self.model_state.params, self.gradients): p.grad = torch.zeros_like(p) if had else None
+
+    def _modes_back(self):
+        "Training modes and frozen parts as they were; after a skip the user's own code goes on and sets them itself"
+        for d,before in self.noted[0]:
+            if 'training' in before: d['training'] = before['training']
+        for p,(trains,_) in zip(self.model_state.params, self.gradients):
+            if p.requires_grad!=trains: p.requires_grad_(trains)
 
     def run(self,
         f, # Works on one batch
@@ -247,6 +258,7 @@ class Batches:
         "Run all batches from the first; what `f` does in the last one goes through"
         self.attempt,self.entry.plan = attempt,attempt.plan
         self.put_back()
+        self._modes_back()
         if attempt.plan is None: self.model_state.replaced(cast_floats)
         for b in self.batches[:-1] if not only_last else ():
             self.learner_state.put_back(b)
@@ -266,13 +278,13 @@ def look(self:Batches,
 ) -> Watch: # What was seen: `finite`, `error`, `pred`, `frames` and more
     "Run all batches and note what goes through the modules; an exception that they raise is noted, too"
     learn,before,attempt.counts = self.learn,(self.attempt,self.entry.plan),False
-    watch = Watch(self.model, inside=inside, **kwargs)
-    eager = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext() # hooks do not see into compiled code
-    handles,loss_func = [],learn.loss_func
+    watch,loss_func = Watch(self.model, inside=inside, **kwargs),learn.loss_func
+    # hooks do not see into compiled code
+    eager = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
     def batch():
         watch.stack.clear()
         if modules:
-            if not handles: handles.extend(watch.hooks(loss_func)) # only now: what is new when a batch begins is put back
+            if not watch.handles: watch.hooks(loss_func) # only now: what is new when a batch begins is put back
             learn.loss_func = _Watched(watch, loss_func)
         watch.on = modules
         f()
@@ -284,14 +296,14 @@ def look(self:Batches,
             except (Left,*not_faults): pass
             except Exception as e: watch.error,watch.open = e.with_traceback(None),watch.stack[-1] if watch.stack else None
             watch.on = False
-            pred,loss = getattr(learn, 'pred', None),getattr(learn, 'loss', None)
-            watch.pred = cast_floats(pred)
-            watch.read(loss if len(learn.yb) and loss is not None else watch.pred, list(self.model.parameters()), self.model_state.carried(), attempt.scale)
+            watch.pred,loss = cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
+            results = loss if len(learn.yb) and loss is not None else watch.pred
+            watch.read(results, list(self.model.parameters()), self.model_state.carried(), attempt.scale)
         if attempt.plan: watch.in_fp32 = {n for m,n in watch.names.items() if m in attempt.plan.in_fp32}
         return watch
     def put_back():
         watch.on,learn.loss_func = False,loss_func
-        for h in handles: h.remove()
+        for h in watch.handles: h.remove()
         self.attempt,self.entry.plan = before
         for p in self.model.parameters(): p.grad = None
     return guarded(run, put_back)

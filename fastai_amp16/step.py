@@ -42,8 +42,8 @@ def next_scale(
         return max(floor, fails[-1]*(0.5 if settled and len(fails)<=_backoffs else _coarse))
     best,worst = max(fits),min(fails)
     if settled: return best
-    if worst/best>2: return 2.**math.floor((math.log2(best)+math.log2(worst))/2)
-    return max(floor, best/2)
+    new = 2.**math.floor((math.log2(best)+math.log2(worst))/2) if worst/best>2 else max(floor, best/2)
+    return None if new in fails else new # it fits now and then
 
 # %% ../nbs/09_step.ipynb #9935ec9d
 _looks = 2 # diagnoses of one step: what the first one mended may uncover another fault
@@ -82,7 +82,7 @@ def what_next(
     if outcome is Outcome.overflow:
         if step.static: return Next.skip,None
         step.fails.append(scale)
-        new = None if step.floor is None or step.asks_first else next_scale([], step.fails, step.floor, step.settled)
+        new = None if step.floor is None or step.asks_first else next_scale(step.fits, step.fails, step.floor, step.settled)
         if new is not None: return Next.again,new
     if step.asks_first: return Next.reference,None
     return (Next.diagnose if step.looks<_looks else Next.skip),None

@@ -13,8 +13,13 @@ library,tutorials = sorted(nbs.glob('[0-9]*.ipynb')),sorted((nbs/'tutorials').gl
 scripts = [*sorted((root/lib).glob('[!_]*.py')), *sorted((root/'benchmarks').glob('*.py'))]
 
 def _stem(nb): return nb.stem.split('_', 1)[-1]
-pages = {nbs/'index.ipynb': 'index.md', **{o: f'{_stem(o)}.md' for o in library}, **{o: f'tutorials/{_stem(o)}.md' for o in tutorials},
-         **{o: f'source/{o.parent.name}/{o.stem}.md' for o in scripts}, **{root/o: o for o in ('CHANGELOG.md','CONTRIBUTING.md')}, root/'benchmarks'/'README.md': 'benchmarks.md'}
+pages = {
+    nbs/'index.ipynb': 'index.md',
+    **{o: f'{_stem(o)}.md' for o in library},
+    **{o: f'tutorials/{_stem(o)}.md' for o in tutorials},
+    **{o: f'source/{o.parent.name}/{o.stem}.md' for o in scripts},
+    **{root/o: o for o in ('CHANGELOG.md','CONTRIBUTING.md')},
+    root/'benchmarks'/'README.md': 'benchmarks.md'}
 
 # %% what is in a module
 def names(text, module):
@@ -27,7 +32,9 @@ def names(text, module):
 
 def signature(name, o):
     "Heading, signature with the comments on its parameters, and docstring"
-    if isinstance(o, partial): text = f"```python\n{name} = partial({o.func.__name__}, {', '.join(f'{k}={v!r}' for k,v in o.keywords.items())})\n```\n\n*{o.__doc__}*"
+    if isinstance(o, partial):
+        args = ', '.join([o.func.__name__, *(f'{k}={v!r}' for k,v in o.keywords.items())])
+        text = f"```python\n{name} = partial({args})\n```\n\n*{o.__doc__}*"
     elif isinstance(o, dict): text = 'By name: '+', '.join(f'`{k}`' for k in o)
     elif isinstance(o, tuple): text = ', '.join(f'`{t.__name__}`' for t in o)
     elif isinstance(o, property): text = f'*{o.__doc__}*'
@@ -63,29 +70,56 @@ def render(nb, site):
 known = {} # where the signature of each public name is
 
 def linked(text, here):
-    "Links to notebooks and files as links to their pages, and names in backticks as links to their signatures, but not in code and headings"
+    "Links to notebooks and files as links to their pages; names in backticks as links to signatures, but not in code and headings"
     at = Path(pages[here]).parent
     def file(m):
         path = (here.parent/m[1]).resolve()
         return f"]({os.path.relpath(pages[path], at)}{m[2] or ''})" if path in pages else f']({m[1]})'
     def name(m): return f'[`{m[1]}`]({os.path.relpath(known[m[1]], at)}#{m[1]})' if m[1] in known else m[0]
+    def files(s): return re.sub(r'\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)', file, s)
+    def names(s): return re.sub(r'`([\w.]+)`', name, s)
     parts = re.split(r'(^ *```.*?^ *```|^#+ .*?$|\[[^\]]*\]\([^)]*\))', text, flags=re.M|re.S)
-    return ''.join(re.sub(r'\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)', file, o) if i%2 else re.sub(r'`([\w.]+)`', name, o) for i,o in enumerate(parts))
+    return ''.join(files(o) if i%2 else names(o) for i,o in enumerate(parts))
 
 def title(nb): return re.search(r'^# (.*)', read_nb(nb).cells[0].source)[1]
 
+def _nav():
+    "What stands in the menu"
+    def named(nbs): return [{title(o): pages[o]} for o in nbs]
+    def sources(folder): return [{o.name: pages[o]} for o in scripts if o.parent.name==folder]
+    return [{'Overview': 'index.md'}, {'Tutorials': named(tutorials)}, {'Library': named(library)}, {'Benchmarks': 'benchmarks.md'},
+            {'Source': sources(lib)+[{'benchmarks': sources('benchmarks')}]},
+            {'Changelog': 'CHANGELOG.md'}, {'Contributing': 'CONTRIBUTING.md'}]
+
+def _theme():
+    "How it looks, by day and by night"
+    def look(prefers, scheme, other):
+        toggle = dict(icon='material/brightness-6', name=f'To the {other} page')
+        return dict(media=f'(prefers-color-scheme: {prefers})', scheme=scheme, primary='indigo', toggle=toggle)
+    features = 'navigation.tabs navigation.footer navigation.top content.code.copy search.highlight toc.follow'.split()
+    palette = [look('light', 'default', 'dark'), look('dark', 'slate', 'light')]
+    return dict(name='material', font=False, palette=palette, features=features)
+
 def config(out):
     "The settings of MkDocs, which writes to `out`"
-    def module_pages(folder): return [{o.name: pages[o]} for o in scripts if o.parent.name==folder]
-    nav = [{'Overview': 'index.md'}, {'Tutorials': [{title(o): pages[o]} for o in tutorials]}, {'Library': [{title(o): pages[o]} for o in library]}, {'Benchmarks': 'benchmarks.md'},
-           {'Source': module_pages(lib)+[{'benchmarks': module_pages('benchmarks')}]}, {'Changelog': 'CHANGELOG.md'}, {'Contributing': 'CONTRIBUTING.md'}]
-    palette = [dict(media=f'(prefers-color-scheme: {o})', scheme=s, primary='indigo', toggle=dict(icon='material/brightness-6', name=f'To the {other} page'))
-               for o,s,other in (('light','default','dark'), ('dark','slate','light'))]
-    theme = dict(name='material', font=False, palette=palette, features=['navigation.tabs','navigation.footer','navigation.top','content.code.copy','search.highlight','toc.follow'])
-    extensions = ['attr_list','tables','admonition','pymdownx.details','pymdownx.superfences','pymdownx.magiclink',{'pymdownx.highlight': dict(anchor_linenums=True)},{'toc': dict(permalink=True, toc_depth=3)}]
-    return dict(site_name=lib, site_dir=str(out), docs_dir='docs', theme=theme, plugins=[{'search': dict(separator=r'[\s\-,:=\[\]()"`/.]+')},'offline'], nav=nav, markdown_extensions=extensions,
-                extra_css=['site.css'], extra=dict(polyfills=['iframe-worker.js'], generator=False),
-                validation={o: 'warn' for o in ('omitted_files','absolute_links','unrecognized_links','anchors')})
+    extensions = ['attr_list', 'tables', 'admonition', 'pymdownx.details', 'pymdownx.superfences', 'pymdownx.magiclink',
+                  {'pymdownx.highlight': dict(anchor_linenums=True)}, {'toc': dict(permalink=True, toc_depth=3)}]
+    checks = 'omitted_files','absolute_links','unrecognized_links','anchors'
+    return dict(
+        site_name=lib, site_dir=str(out), docs_dir='docs', theme=_theme(), nav=_nav(), markdown_extensions=extensions,
+        plugins=[{'search': dict(separator=r'[\s\-,:=\[\]()"`/.]+')}, 'offline'],
+        extra_css=['site.css'], extra=dict(polyfills=['iframe-worker.js'], generator=False),
+        validation=dict.fromkeys(checks, 'warn'))
+
+def _source(path):
+    "The page of a Python file"
+    return f'---\nsearch:\n  exclude: true\n---\n\n# {path.relative_to(root)}\n\n```python linenums="1"\n{path.read_text()}\n```'
+
+def _mkdocs(folder, out):
+    "Let MkDocs make pages in `out` of the Markdown in `folder`; its successor is no concern of who reads this"
+    (folder/'mkdocs.yml').write_text(yaml.safe_dump(config(out), sort_keys=False))
+    env = {**os.environ, 'NO_MKDOCS_2_WARNING': '1'}
+    subprocess.run([sys.executable, '-m', 'mkdocs', 'build', '--quiet', '--strict'], cwd=folder, check=True, env=env)
 
 def build(out):
     "Write the site to the folder `out`"
@@ -99,13 +133,12 @@ def build(out):
         for path,to in pages.items():
             (site/to).parent.mkdir(exist_ok=True, parents=True)
             if path.suffix=='.ipynb': text = render(path, site)
-            elif path.suffix=='.py': text = f'---\nsearch:\n  exclude: true\n---\n\n# {path.relative_to(root)}\n\n```python linenums="1"\n{path.read_text()}\n```'
+            elif path.suffix=='.py': text = _source(path)
             else:
                 text = linked(path.read_text(), path)
                 for o in re.findall(r'\]\((\w+\.(?:png|json))\)', text): shutil.copy(path.parent/o, (site/to).parent)
             (site/to).write_text(text)
-        (Path(d)/'mkdocs.yml').write_text(yaml.safe_dump(config(out), sort_keys=False))
-        subprocess.run([sys.executable, '-m', 'mkdocs', 'build', '--quiet', '--strict'], cwd=d, check=True, env={**os.environ, 'NO_MKDOCS_2_WARNING': '1'}) # the successor of MkDocs is no concern of who reads this
+        _mkdocs(Path(d), out)
     (out/'404.html').unlink() # for servers only
 
 if __name__=='__main__':

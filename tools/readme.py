@@ -12,6 +12,11 @@ def code(cell): return '\n'.join(o for o in cell.source.splitlines() if not o.st
 
 def _text(o): return ''.join(o) # notebooks hold lists of lines, or a string
 
+def _wrapped(line):
+    "A sentence in lines of 100 characters; a row of a table as it is"
+    is_row = '   ' in line.strip()
+    return line if is_row or len(line)<=105 else fill(line, 100, subsequent_indent='    ', break_long_words=False)
+
 def _shown(
     o, # What a cell put out
     picture, # Takes the bytes of a PNG, returns the path to show it by
@@ -22,10 +27,11 @@ def _shown(
     if 'image/png' in data: return f"![{alt}]({picture(base64.b64decode(_text(data['image/png'])))})"
     if 'text/markdown' in data: return text(_text(data['text/markdown']))
     if 'text/html' in data:
-        html = re.sub(r'<style.*?</style>| border="1" class="dataframe"| style="text-align: right;"', '', _text(data['text/html']), flags=re.S)
+        styles = r'<style.*?</style>| border="1" class="dataframe"| style="text-align: right;"'
+        html = re.sub(styles, '', _text(data['text/html']), flags=re.S)
         return re.sub(r'\s*\n\s*(</tr|</?t[dh])', r'\1', re.sub(r'\n\s*', '\n', html)).strip() # a line for each row
     lines = _text(o.get('text') or data.get('text/plain', '')).rstrip().split('\n')
-    return '```text\n'+'\n'.join(fill(l, 100, subsequent_indent='    ', break_long_words=False) if len(l)>105 and '   ' not in l.strip() else l for l in lines)+'\n```'
+    return '```text\n'+'\n'.join(map(_wrapped, lines))+'\n```'
 
 def blocks(
     nb:Path, # A notebook

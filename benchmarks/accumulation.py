@@ -1,0 +1,65 @@
+"What is kept for running accumulated batches again: bytes of images at an accumulation of 64, by batch size, and the bound"
+import argparse,json,subprocess,sys,warnings
+from pathlib import Path
+import torch
+with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    from fastai.basics import Callback,DataLoaders,Learner,nn
+    from fastai.callback.training import GradientAccumulation
+    from fastai_amp16.all import AdamW16
+from machine import machine
+from memory import peak
+
+class Images:
+    "Random images and classes, made as they are asked for, as a loader does"
+    def __init__(self, n, bs, size): self.n,self.bs,self.size = n,bs,size
+    def __len__(self): return self.n
+    def __iter__(self):
+        for _ in range(self.n): yield torch.randn(self.bs, 3, self.size, self.size),torch.randint(10, (self.bs,))
+
+class Overflow(Callback):
+    "Makes the gradients of the last batch overflow in fp16, and notes what is kept by then"
+    order,run_valid = 5,False
+    def __init__(self, n): self.n = n
+    def before_backward(self):
+        if self.iter!=self.n-1: return
+        self.kept = self.learn.mixed_precision.making.batches.bytes()
+        self.learn.loss_grad = self.loss_grad*1e4
+
+def train(n, bs, size, rerun):
+    "One step of `n` batches of `bs` images: bytes that are kept, by how many bytes the peak grows, and whether the step is taken"
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 10))
+    learn = Learner(DataLoaders(Images(n, bs, size), []), model, nn.CrossEntropyLoss(), AdamW16, cbs=[GradientAccumulation(n*bs),Overflow(n)])
+    learn.to_fp16_dynamic(rerun=rerun)
+    before = peak()
+    with warnings.catch_warnings(), learn.no_bar(), learn.no_logging():
+        warnings.simplefilter('ignore')
+        learn.fit(1, 1e-3)
+    mp = learn.mixed_precision
+    return dict(kept=learn.overflow.kept, peak=peak()-before, taken=len(mp.history)-mp.n_skipped)
+
+def table(res):
+    "Markdown"
+    def line(r):
+        bytes_ = [f"{r[k]/2**20:.0f}" for k in ('kept','peak','peak_without')]
+        return [str(r['batch_size']), *bytes_, 'runs again' if r['taken'] else 'is skipped']
+    head = ['batch size', 'kept, MiB', 'peak, MiB more', 'with `rerun=False`', 'a step that overflows']
+    return '\n'.join('| '+' | '.join(o)+' |' for o in (head, ['--:']*4+['---'], *map(line, res['rows'])))
+
+def main(args=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for k,default in dict(accumulation=64, size=224).items(): p.add_argument('--'+k, type=int, default=default)
+    p.add_argument('--bs', type=int, nargs='+', default=[4,8,16,32], help='batch sizes')
+    p.add_argument('--rerun', type=int, help='train this once, with or without running batches again, and print what there is to know')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    a = p.parse_args(args)
+    if a.rerun is not None: return print(json.dumps(train(a.accumulation, a.bs[0], a.size, bool(a.rerun))))
+    def run(bs, rerun): # in a process of its own: what was freed before would hide what is taken
+        args = f'--accumulation {a.accumulation} --size {a.size} --bs {bs} --rerun {rerun}'.split()
+        return json.loads(subprocess.run([sys.executable, '-W', 'ignore', __file__, *args], check=True, capture_output=True, text=True).stdout)
+    rows = [dict(batch_size=bs, **run(bs, 1), peak_without=run(bs, 0)['peak']) for bs in a.bs]
+    res = dict(machine=machine(), accumulation=a.accumulation, size=a.size, rows=rows)
+    print(table(res))
+    a.out.write_text(json.dumps(res, indent=1)+'\n')
+
+if __name__=='__main__': main()
