@@ -23,42 +23,47 @@ class Overflow(Callback):
     def __init__(self, n): self.n = n
     def before_backward(self):
         if self.iter!=self.n-1: return
-        self.kept = self.learn.mixed_precision.making.batches.bytes()
+        batches = self.learn.mixed_precision.making.batches
+        self.kept = batches.bytes if batches.in_memory else 0
         self.learn.loss_grad = self.loss_grad*1e4
 
 def train(n, bs, size, rerun):
-    "One step of `n` batches of `bs` images: bytes that are kept, by how many bytes the peak grows, and whether the step is taken"
+    "One step of `n` batches of `bs` images: bytes that are kept, the peak after it, and whether the step is taken"
     model = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 10))
-    learn = Learner(DataLoaders(Images(n, bs, size), []), model, nn.CrossEntropyLoss(), AdamW16, cbs=[GradientAccumulation(n*bs),Overflow(n)])
-    learn.to_fp16_dynamic(rerun=rerun)
-    before = peak()
+    dls,cbs = DataLoaders(Images(n, bs, size), []),[GradientAccumulation(n*bs),Overflow(n)]
+    learn = Learner(dls, model, nn.CrossEntropyLoss(), AdamW16, cbs=cbs).to_fp16_dynamic(rerun=rerun)
     with warnings.catch_warnings(), learn.no_bar(), learn.no_logging():
         warnings.simplefilter('ignore')
         learn.fit(1, 1e-3)
     mp = learn.mixed_precision
-    return dict(kept=learn.overflow.kept, peak=peak()-before, taken=len(mp.history)-mp.n_skipped)
+    return dict(kept=learn.overflow.kept, peak=peak(), taken=len(mp.history)-mp.n_skipped)
+
+def measure(*args):
+    "By how much the peak grows where batches may run again"
+    without,res = train(*args, rerun=False),train(*args, rerun=True)
+    return {**res, 'peak': res['peak']-without['peak']}
 
 def table(res):
     "Markdown"
     def line(r):
-        bytes_ = [f"{r[k]/2**20:.0f}" for k in ('kept','peak','peak_without')]
-        return [str(r['batch_size']), *bytes_, 'runs again' if r['taken'] else 'is skipped']
-    head = ['batch size', 'kept, MiB', 'peak, MiB more', 'with `rerun=False`', 'a step that overflows']
-    return '\n'.join('| '+' | '.join(o)+' |' for o in (head, ['--:']*4+['---'], *map(line, res['rows'])))
+        mib = [f'{r[k]/2**20:.0f}' for k in ('kept','peak')]
+        return [str(r['batch_size']), *mib, 'runs again' if r['taken'] else 'is skipped']
+    head = ['batch size', 'kept, MiB', 'the peak grows by, MiB', 'a step that overflows']
+    return '\n'.join('| '+' | '.join(o)+' |' for o in (head, ['--:']*3+['---'], *map(line, res['rows'])))
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for k,default in dict(accumulation=64, size=224).items(): p.add_argument('--'+k, type=int, default=default)
     p.add_argument('--bs', type=int, nargs='+', default=[4,8,16,32], help='batch sizes')
-    p.add_argument('--rerun', type=int, help='train this once, with or without running batches again, and print what there is to know')
+    p.add_argument('--one', action='store_true', help='measure the first batch size only, and print its row')
     p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
     a = p.parse_args(args)
-    if a.rerun is not None: return print(json.dumps(train(a.accumulation, a.bs[0], a.size, bool(a.rerun))))
-    def run(bs, rerun): # in a process of its own: what was freed before would hide what is taken
-        args = f'--accumulation {a.accumulation} --size {a.size} --bs {bs} --rerun {rerun}'.split()
-        return json.loads(subprocess.run([sys.executable, '-W', 'ignore', __file__, *args], check=True, capture_output=True, text=True).stdout)
-    rows = [dict(batch_size=bs, **run(bs, 1), peak_without=run(bs, 0)['peak']) for bs in a.bs]
-    res = dict(machine=machine(), accumulation=a.accumulation, size=a.size, rows=rows)
+    if a.one: return print(json.dumps(dict(batch_size=a.bs[0], **measure(a.accumulation, a.bs[0], a.size))))
+    def row(bs): # in a process of its own: what was freed before would hide what is taken
+        args = f'--one --accumulation {a.accumulation} --size {a.size} --bs {bs}'.split()
+        res = subprocess.run([sys.executable, '-W', 'ignore', __file__, *args], check=True, capture_output=True, text=True)
+        return json.loads(res.stdout)
+    res = dict(machine=machine(), accumulation=a.accumulation, size=a.size, rows=[row(bs) for bs in a.bs])
     print(table(res))
     a.out.write_text(json.dumps(res, indent=1)+'\n')
 

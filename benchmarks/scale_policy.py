@@ -134,7 +134,7 @@ def replay(policy, rooms, octaves):
     n,lost = sum(octaves.values()),{}
     for scale in set(scales): lost[scale] = sum(k for o,k in octaves.items() if int(o)<flushed-scale)/n
     percent,taken = 100/len(rooms),len(scales)
-    return dict(skipped=100-percent*taken, reruns=percent*runs, bits=sum(bits)/taken if taken else None,
+    return dict(skipped=percent*(len(rooms)-taken), reruns=percent*runs, bits=sum(bits)/taken if taken else None,
                 zeros=100*sum(map(lost.get, scales))/taken if taken else None)
 
 columns = {'skipped': 'skipped, %', 'reruns': 'runs again, %', 'bits': 'bits below the best', 'zeros': 'become 0, %'}

@@ -41,7 +41,7 @@ def begin(self:Attempts,
 def begin_step(self:Attempts, entry, possible):
     s = self.scaler
     tries,static = possible and s.is_enabled() and s.dynamic,s.is_enabled() and not s.dynamic
-    record = StepRecord(s.min_scale if tries else None, static, s.settled, possible, asks_first(self.log.vain))
+    record = StepRecord(s.min_scale if tries else None, static, s.settled, possible, self.on_spiral!='warn', asks_first(self.log.vain))
     self.making = Making(Batches(self.learn, entry, self.ranks, *self.states), record)
     self.making.batches.attempt = Attempt(self.plan, s.get_scale())
 
@@ -51,8 +51,8 @@ def run_batch(self:Attempts,
     f # Works on one batch
 ):
     "Run `f` until half precision can hold what it does, or until it is known that fp32 could not either"
-    outer = self.making
-    if not self.training: self.making = None # a validation amid accumulated batches is no part of their step
+    outer,training = self.making,self.training
+    if not training: self.making = None # a validation amid accumulated batches is no part of their step
     def run():
         self.begin(entry, f)
         go = f
@@ -61,7 +61,7 @@ def run_batch(self:Attempts,
             if self.attempt(go): return
             go = self.prepared(f)
     def put_back():
-        if not self.training: self.making = outer
+        if not training: self.making = outer
     guarded(run, put_back)
 
 @patch
@@ -69,7 +69,7 @@ def attempt(self:Attempts, go):
     "Run the batch once; is it done?"
     try:
         go()
-        return self.training or self.is_valid()
+        return self.learn is None or self.training or self.is_valid() # a callback may have taken this one away
     except Left: return False
     except CancelBatchException: # the gradients wait for more: `GradientAccumulation` does this all the time
         if self.step_norm is not None: self.rescale(grad_params(self.learn.opt)) # they were unscaled already

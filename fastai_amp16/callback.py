@@ -39,7 +39,7 @@ def emulates_bf16(
 class DynamicMixedPrecision(Attempts, MixedPrecision):
     """Mixed precision with fp32 master weights, fp32 norms, and steps that are taken when fp32 takes them
 
-    Takes the place of fastai's `MixedPrecision` and its name, `learn.mixed_precision`. The master weights are the model's own parameters, so
+    Takes the place of fastai's `MixedPrecision` and its name, `learn.mixed_precision`. The master weights are the model's own parameters:
     whatever reads or edits, saves or loads these sees what was trained. A batch whose gradients are not finite runs again: at a lower loss
     scale, or with what overflows kept in fp32. A step is skipped only where fp32 could not take it either. The scale lives from fit to fit
     and in checkpoints saved with the optimizer.
@@ -163,7 +163,9 @@ def before_fit(self:DynamicMixedPrecision):
 @patch
 def meet(self:DynamicMixedPrecision):
     "Begin with the scale and history of rank 0, and what any rank keeps in fp32"
-    if self.met or self.ranks.size==1: return
+    if self.met: return
+    self.ready()
+    if self.ranks.size==1: return
     self.met = True
     mine = None if self.ranks.rank else (self.log, self.scaler.state_dict())
     promoted,states = zip(*self.ranks.gather((self.promoted, mine)))
@@ -190,7 +192,7 @@ def after_loss(self:DynamicMixedPrecision): pass # autocast is off already
 
 @patch
 def before_backward(self:DynamicMixedPrecision):
-    if self.making.done: self.begin_step(self.making.batches.entry, False) # a second step of one batch, which has changed weights already
+    if self.making.done: self.begin_second()
     making,attempt = self.making,self.making.batches.attempt
     if not attempt.backward: raise Left
     loss = self.learn.loss_grad.float()
@@ -256,10 +258,10 @@ def _skip(self:DynamicMixedPrecision, outcome, norm):
     if not record.possible and outcome is Outcome.overflow and s.is_enabled() and s.get_scale()>s.min_scale and s.dynamic:
         self.log.unsaved -= 1
         s.update(found_inf=True) # as a scaler does that skips
-    elif record.lost or record.in_fp32: self.log.vain += 1
+    elif record.lost or record.in_fp32 or record.asks_first: self.log.vain += 1
     if not record.possible and self.rerun:
-        self._say_once('A batch overflowed that cannot run again, since weights were written within it or too many batches were accumulated. '
-                       'Its step was skipped.')
+        self._say_once('A batch overflowed that cannot run again, since weights were written within it or too many batches were '
+                       'accumulated. Its step was skipped.')
     self._end_if_lost(record)
     raise CancelStepException()
 
@@ -278,7 +280,7 @@ def _end_if_lost(self:DynamicMixedPrecision, record):
     if not learn._grab_cbs(LRFinder): # a search ends where the loss explodes, as it does in fp32
         done,total = len(log.steps)-self.fit_start,learn.n_epoch*learn.n_iter
         if record.lost or record.in_fp32: why = f"neither {kind} nor fp32 could use the last {n} batches."
-        elif record.static: why = f"the gradients of the last {n} batches overflowed at the static loss scale {self.scaler.get_scale():g}. Use a lower one."
+        elif record.static: why = f"the gradients of the last {n} batches overflowed at the static loss scale {self.scaler.get_scale():g}."
         else: why = f"the last {n} batches overflowed in {kind} and could not run again."
         if self.reports: why += f" {self.reports[-1].sentence}"
         warn(f"Training stopped at step {done} of {total}: {why} The weights are those after step {done-n}, the last one that was taken.")
@@ -298,16 +300,29 @@ def finish_step(self:DynamicMixedPrecision):
     if making is None or making.passes is None or making.batches.entry.passes==making.passes: return
     params = grad_params(self.learn.opt)
     if not params or math.isfinite(self.ranks.read([get_total_norm(grad_values(params))])[0]): return
-    self.log.steps[-1] = (*self.log.steps[-1][:2], True, math.inf)
-    self.log.n_skipped += 1
-    self.skipped = True
-    for p in self.learn.model.parameters(): p.grad = None
-    raise CancelStepException()
+    self.log.undo()
+    self.scales.pop()
+    making.record.possible = False # what went on since then is nobody's to repeat
+    self._skip(Outcome.broken, math.inf)
+
+@patch
+def after_optimizer(self:DynamicMixedPrecision):
+    "The optimizer has stepped. If the model runs once more in this batch, another step begins"
+    making = self.making
+    if making is not None and making.done: making.batches.entry.at_next = self.begin_second
+
+@patch
+def begin_second(self:DynamicMixedPrecision):
+    "A second step of a batch begins, which cannot run again: weights have changed in between"
+    self.begin_step(self.making.batches.entry, False)
+    self.making.second = True
 
 @patch
 def end_batch(self:DynamicMixedPrecision):
     "The step was made; the next batch begins another"
-    if self.making is not None and self.making.done: self.making = None
+    if self.making is None: return
+    self.making.batches.entry.at_next = None
+    if self.making.done or self.making.second: self.making = None
 
 @patch
 def after_batch(self:DynamicMixedPrecision):

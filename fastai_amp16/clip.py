@@ -28,7 +28,8 @@ class GradientNormClip(Callback):
         norm_type:float=2. # Order of the norm; `math.inf` for the largest absolute value
     ):
         for k,v in dict(max_norm=max_norm, norm_type=norm_type).items():
-            if not (isinstance(v, Real) and v>0): raise ValueError(f"GradientNormClip: {k}={v!r} is not possible; it must be a number above 0.")
+            if not (isinstance(v, Real) and v>0):
+                raise ValueError(f"GradientNormClip: {k}={v!r} is not possible; it must be a number above 0.")
         store_attr()
         self._norms,self._knows = [],None
 

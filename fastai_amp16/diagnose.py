@@ -61,7 +61,8 @@ def _consumer(run, s, reference=None):
     "Whose derivative gave the gradient of `s`: what took `s` in, was given a gradient before, and is innermost"
     took = [f for f in run.frames if s in f.params or (s in f.ins and any(o.turn<s.turn for o in f.outs))]
     if took: return max(took, key=lambda f: f.depth)
-    if reference and (r:=reference.seen.get(s.key)): run,s = reference,r # without our cast of the prediction to fp32, which is nobody's code
+    # the fp32 run is without our cast of the prediction to fp32, which is nobody's code
+    if reference and (r:=reference.seen.get(s.key)): run,s = reference,r
     gave = sorted((f for f in run.frames if s in f.outs), key=lambda f: f.depth)
     return gave[0].parent or gave[-1] # the code around the module that gave it; nothing is around the model, whose last module it was
 
@@ -231,21 +232,30 @@ def _diverged(case):
         return PrecisionReport('divergence',
             f"The batch is not finite in fp32 either, first in {where}: this is divergence{rate}, not precision.",
             "a lower learning rate, warm-up, GradientNormClip, or normalisation; the weights are those of the last good step", name)
-    return PrecisionReport('divergence', f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite "
-        "or too large; this is not precision.",
+    return PrecisionReport('divergence',
+        f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite or too large. It is not precision.",
         "keep the argument of sqrt, norm, log or of a division away from 0 (a small eps inside), or lower the learning rate", name)
 
 # %% ../nbs/12_diagnose.ipynb #1ab605fa
-def _scale_that_fits(case, half):
-    "A report if a lower loss scale is all that the batch needs; else `None`, and the lowest scale that was tried"
-    scale = case.scale
+def _scale_that_fits(case, half, promoted=()):
+    "The loss scale at which the batch is sound, or `None`; and the lowest one at which it is not"
+    def fits(s): return case.sound(case.run(promoted, s, modules=False))
+    low = case.scale
     for s in case.fitting(half):
-        if case.run(scale=s, modules=False).finite:
-            top = torch.finfo(case.dtype).max
-            what = f"The loss scale {case.scale:g} is too high for this batch: its gradients pass {top:g}. {s:g} fits."
-            return PrecisionReport('scale', what, f"init_scale={s:g} starts there; nothing has to stay in fp32", new_scale=s),s
-        scale = s
-    return None,scale
+        if fits(s): return s,low
+        low = s
+    # what is computed in half precision is not seen everywhere
+    if case.min_scale is None or low<=case.min_scale or not fits(case.min_scale): return None,low
+    good,bad = math.log2(case.min_scale),math.log2(low)
+    while bad-good>2:
+        middle = (good+bad)//2
+        good,bad = (middle,bad) if fits(2.**middle) else (good,middle)
+    return 2.**good,low
+
+def _scale_report(case, scale):
+    top = torch.finfo(case.dtype).max
+    what = f"The loss scale {case.scale:g} is too high for this batch: its gradients pass {top:g}. {scale:g} fits."
+    return PrecisionReport('scale', what, f"init_scale={scale:g} starts there; nothing has to stay in fp32", new_scale=scale)
 
 def _said(case, half, phase, frame, scale, only):
     "What is at fault, in words"
@@ -336,7 +346,7 @@ def heal(
         if case.sound(run): break
         phase,frame = case.fault(run)
         if phase=='backward':
-            fits = next((s for s in case.fitting(run) if s<scale and case.sound(case.run(promoted, s, modules=False))), None)
+            fits,_ = _scale_that_fits(case, run, promoted)
             if fits:
                 scale = fits
                 break
@@ -383,11 +393,12 @@ def _judged(case, inside, heals):
     phase,frame = case.fault(half)
     if frame is None or phase=='backward': case.silent = False
     if case.sound(half): return PrecisionReport('healthy', f"Everything is finite in {case.kind} at the loss scale {case.scale:g}.")
-    report,scale = _scale_that_fits(case, half) if phase=='backward' else (None,case.scale)
-    if report is not None: return report
+    fits,scale = _scale_that_fits(case, half) if phase=='backward' else (None,case.scale)
+    if fits: return _scale_report(case, fits)
     healed = heal(case) if heals else None
     def is_promoted(f): return any(f.name==p.rstrip('.') or f.name.startswith(p+'.') for p in healed[0])
-    only = is_promoted if healed and frame is not None and not is_promoted(frame) and case.fault(half, is_promoted)[1] else _any
+    elsewhere = healed and phase!='loss' and frame is not None and not is_promoted(frame) and case.fault(half, is_promoted)[1]
+    only = is_promoted if elsewhere else _any
     report = _explained(case, case.run(scale=scale) if scale<case.scale else half, scale, only)
     if healed: report.promoted,report.new_scale = healed
     return report

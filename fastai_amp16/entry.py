@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from .nested import cast_floats
-from .precision import ForwardPass,PrecisionPlan,StandIn,guarded,own_forward,unwrapped
+from .precision import ForwardPass,StandIn,guarded,unwrapped
 
 # %% ../nbs/03_entry.ipynb #7aacefdb
 class _Gate(StandIn):
@@ -34,7 +34,7 @@ _without = (DistributedDataParallel, torch.jit.ScriptModule) # modules that get 
 
 class Entry:
     "The stand-ins of one model, and the plan that its forward passes follow"
-    def __init__(self): self.plan,self.model,self.gates,self.passes,self.depth = None,None,[],0,0
+    def __init__(self): self.plan,self.model,self.gates,self.passes,self.depth,self.at_next = None,None,[],0,0,None
 
     def stand(self,
         model:nn.Module # `learn.model`, wrapped or not
@@ -70,10 +70,16 @@ class Entry:
     ): # What the module returns; tensors in half precision are cast to fp32
         "A call from outside a forward pass"
         plan,m = self.plan,gate.module
-        if plan is None: return gate.forward(*args, **kwargs) # all in fp32
+        if plan is None: return self._in_fp32(gate, args, kwargs)
         if self._recomputes(plan): return self._again(plan.stand_ins.get(m, gate.forward), args, kwargs)
         if m in plan.in_fp32 and m not in plan.stand_ins: return gate.forward(*args, **kwargs)
         return self._run(ForwardPass(plan, m), gate, args, kwargs)
+
+    def _in_fp32(self, gate, args, kwargs):
+        "All in fp32, within somebody else's autocast as well"
+        dev = next(self.model.parameters()).device.type
+        if not torch.is_autocast_enabled(dev): return gate.forward(*args, **kwargs)
+        with torch.autocast(dev, enabled=False): return gate.forward(*cast_floats(args), **cast_floats(kwargs))
 
     def _recomputes(self, plan):
         "Is this a part of a forward pass that an activation checkpoint runs again?"
@@ -87,6 +93,9 @@ class Entry:
 
     def _run(self, run, gate, args, kwargs):
         self.passes += 1
+        if self.at_next: # somebody wants to know of the next forward pass
+            at_next,self.at_next = self.at_next,None
+            at_next()
         def forward():
             self.clear()
             run.open()

@@ -30,19 +30,26 @@ def scale_grads(
     factor:float # Any number
 ):
     "Multiply the gradients by `factor`, in place, by one multi-tensor call"
-    plain = all(g.dtype==torch.float32 and g.device.type=='cpu' for g in grads)
-    torch._foreach_mul_(grads, torch.tensor(factor, dtype=torch.float32, device='cpu') if plain else factor) # such are multiplied by a tensor four times as fast
+    plain = all(g.dtype==torch.float32 and g.device.type=='cpu' for g in grads) # such are multiplied by a tensor four times as fast
+    torch._foreach_mul_(grads, torch.tensor(factor, dtype=torch.float32, device='cpu') if plain else factor)
 
 # %% ../nbs/05_grads.ipynb #6b5879b2
 def read_all(
     os:list, # Numbers, and tensors of one number each
-    group=None # A group of processes: the sums over all of them; one of `os` must be a tensor, as which the others travel
-) -> list: # Numbers
-    "Numbers for tensors, all by one read of the device of the first"
+    group=None # A group of processes that all call this; `None` for this process alone
+) -> list: # Numbers: those of this process, or sums over all of `group`
+    """Read many numbers from the device at once
+
+    All tensors travel to the device of the first, in fp32 or wider, and from there in one transfer. With a `group`, one `all_reduce` of
+    `len(os)` numbers adds them up, and at least one of `os` must be a tensor. NaN and infinity survive the sum: if one rank has them, all
+    ranks read them."""
     ts = [o for o in os if isinstance(o, Tensor)]
-    if group is not None:
-        flat = torch.stack([o.to(ts[0]) if isinstance(o, Tensor) else ts[0].new_full((), o) for o in os])
-        torch.distributed.all_reduce(flat, group=group) # all ranks get the same, NaN and infinity included
-        return flat.tolist()
-    read = iter(torch.stack([t.to(ts[0].device) for t in ts]).tolist() if ts else [])
-    return [next(read) if isinstance(o, Tensor) else o for o in os]
+    if not ts: return list(os)
+    device,dtype = ts[0].device,functools.reduce(torch.promote_types, (t.dtype for t in ts), torch.float32) # fp16 could not hold a sum
+    def number(o): return o.to(device, dtype).reshape(()) if isinstance(o, Tensor) else torch.tensor(o, dtype=dtype, device=device)
+    with torch.no_grad(): flat = torch.stack([number(o) for o in (ts if group is None else os)])
+    if group is None:
+        read = iter(flat.tolist())
+        return [next(read) if isinstance(o, Tensor) else o for o in os]
+    torch.distributed.all_reduce(flat, group=group)
+    return flat.tolist()

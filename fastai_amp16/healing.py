@@ -26,6 +26,7 @@ class Making:
     silent:bool = False # Are the predictions wrong, though everything is finite?
     pred:object = None # What fp32 predicts, until that is compared
     done:bool = False # Was the step taken, skipped or cancelled?
+    second:bool = False # Is there a step of the same batch before it?
 
 class Healing:
     "The part of `DynamicMixedPrecision` that mends: what stays in fp32, and how a batch is looked into"

@@ -20,11 +20,17 @@ class History:
         grad_norm:float # Before clipping; inf if the gradients overflowed, NaN if the forward pass was not finite
     ):
         "Note a step"
+        self.before = {k: v for k,v in vars(self).items() if isinstance(v, int)}
         self.steps.append((loss_scale, reruns, skipped, grad_norm))
         self.n_rerun += reruns
         self.n_skipped += skipped
         self.unsaved = self.unsaved+1 if skipped else 0 # skipped steps in a row
         if reruns and not skipped: self.vain = 0
+
+    def undo(self):
+        "The last step was not taken after all"
+        self.steps.pop()
+        vars(self).update(self.before)
 
     @property
     def epoch(self) -> list:
@@ -55,7 +61,8 @@ def plot_history(
     "The loss scale in powers of two, with the steps that ran again and those that were skipped, and the gradient norm"
     if axs is None: _,axs = plt.subplots(2, 1, sharex=True, figsize=(7,5))
     axs[0].step(df.step, df.loss_scale, where='post')
-    for rows,marker,color,what in ((df[(df.reruns>0) & ~df.skipped],'.','tab:orange','ran again'), (df[df.skipped],'x','tab:red','skipped')):
+    again,skipped = df[(df.reruns>0) & ~df.skipped],df[df.skipped]
+    for rows,marker,color,what in ((again,'.','tab:orange','ran again'), (skipped,'x','tab:red','skipped')):
         axs[0].plot(rows.step, rows.loss_scale, marker, color=color, label=f'{what}: {len(rows)}')
     axs[0].set_yscale('log', base=2)
     axs[0].set(ylabel='loss scale')

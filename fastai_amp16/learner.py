@@ -14,6 +14,7 @@ from .precision import PrecisionPlan,guarded
 from .report import PrecisionReport
 from .entry import Entry
 from .rerun import Left
+from .scaler import DynamicScaler
 from .snapshot import LearnerState,ModelState
 from .diagnose import diagnose
 from .callback import DynamicMixedPrecision
@@ -33,7 +34,7 @@ def looking(
 ) -> bool:
     "Is what runs in `learn` a look, of which nothing will remain?"
     mp = running(learn)
-    return bool(mp and mp.making and not mp.making.batches.attempt.counts)
+    return '_looks' in vars(learn) or bool(mp and mp.making and not mp.making.batches.attempt.counts)
 
 def _standing(learn, f):
     "Run `f` with stand-ins on the modules of the model"
@@ -82,8 +83,10 @@ def _backward(learn, f):
     if (mp := running(learn)) and mp.making and mp.looks_outside_a_fit: raise Left
 
 def _step(learn, f):
-    if mp := running(learn): mp.finish_step()
+    mp = running(learn)
+    if mp: mp.finish_step()
     f()
+    if mp: mp.after_optimizer()
 
 # %% ../nbs/17_learner.ipynb #2db57a38
 def _fastais(cls, name):
@@ -112,6 +115,7 @@ def remove_cb(self:Learner,
     "fastai's own, which forgets `learn.mixed_precision` even if the one that goes (of a `fit(cbs=…)`, say) is another"
     res,mps = _remove_cb(self, cb),self._grab_cbs(DynamicMixedPrecision)
     if mps: self.mixed_precision = mps[-1]
+    elif isinstance(vars(self).get('scaler'), DynamicScaler): self.scaler = None # an export would need this package for it
     return res
 
 Learner.remove_cb.fastais = _remove_cb
@@ -180,6 +184,7 @@ def unchanged(
         for m,cls in classes:
             if type(m) is not cls: m.__class__ = cls # a lazy module that has found its sizes
         for p,g in grads: p.grad = g
+    for p,_ in grads: p.grad = None # a backward pass would add to them
     try: yield
     finally: guarded(noop, put_back)
 
@@ -193,21 +198,24 @@ def training_case(
     PrecisionPlan(learn.model) # tells what is wrong with it
     if b is None and dl is None: raise ValueError("The learner has no data loaders: give a batch, `b=`.")
     device = getattr(dl, 'device', None) or next(learn.model.parameters()).device
-    learn.model.to(device)
+    if next(learn.model.parameters()).device!=torch.device(device): learn.model.to(device)
     with unchanged(learn, dl):
-        mp,entry = running(learn) or learn.add_cb(DynamicMixedPrecision()).mixed_precision,vars(learn).get('_entry') or Entry()
+        learn._looks = True
+        mp,entry = running(learn) or _use(learn, DynamicMixedPrecision()).mixed_precision,vars(learn).get('_entry') or Entry()
         fresh = b is not None or not learn._fitting or not hasattr(learn, 'xb')
         if fresh: # else the batch at hand
             learn._split(to_device(b if b is not None else dl.one_batch() if hasattr(dl, 'one_batch') else first(dl), device))
             learn.training = learn.model.train().training
-        if fresh or not mp.making:
             for cb in learn.cbs.sorted('order'):
                 try: cb('before_batch')
                 except Exception: # it was not prepared by the events of a fit
                     if learn._fitting: raise
         mp.plan,mp.making = None,None
         try:
-            with mp.asking(entry): yield mp.case(learn._do_one_batch)
+            with mp.asking(entry):
+                case = mp.case(learn._do_one_batch)
+                case.backward = case.backward and any(p.requires_grad for p in case.model.parameters())
+                yield case
         finally:
             if '_entry' not in vars(learn): entry.leave()
 

@@ -56,6 +56,7 @@ def cast_floats(
     def cast(t):
         if t.dtype not in types: return t
         res = t.to(dtype)
-        if not torch.compiler.is_compiling() and t.__dict__: res.__dict__.update(t.__dict__) # fastai's `SequentialEx` hangs the input of a block on a tensor
+        # fastai's `SequentialEx` hangs the input of a block on a tensor
+        if not torch.compiler.is_compiling() and t.__dict__: res.__dict__.update(t.__dict__)
         return res
     return cast(o) if isinstance(o, Tensor) else replace(o, cast)

@@ -70,10 +70,10 @@ def step(self:FusedAdam,
                 dense,ts = self._laid_out(p, state)
                 if dense is not p: views.append((p, dense))
             calls[hypers, wd if state.get('do_wd', True) else 0., state['step'], p.device, p.dtype].append(ts)
-    fused = torch._fused_adamw_ if self.decouple_wd else torch._fused_adam_
+    fused = partial(torch._fused_adamw_ if self.decouple_wd else torch._fused_adam_, amsgrad=False, maximize=False)
     for ((lr,mom,sqr_mom,eps),wd,n,device,_),tensors in calls.items():
         steps = [torch.full((), n, dtype=torch.float32, device=device)]*len(tensors)
-        fused(*map(list, zip(*tensors)), [], steps, lr=lr, beta1=mom, beta2=sqr_mom, weight_decay=wd, eps=eps, amsgrad=False, maximize=False)
+        fused(*map(list, zip(*tensors)), [], steps, lr=lr, beta1=mom, beta2=sqr_mom, weight_decay=wd, eps=eps)
     for p,dense in views: p.copy_(dense)
 
 # %% ../nbs/04_optimizer.ipynb #17f0fadc
@@ -84,8 +84,9 @@ def _partial(func, doc, **kwargs):
     res.__doc__ = doc
     return res
 
-AdamW16 = _partial(FusedAdam, "`FusedAdam` with true weight decay and an eps of 1e-4", mom=0.9, sqr_mom=0.99, eps=_eps, wd=0.01)
-Adam16 = _partial(FusedAdam, "`FusedAdam` with L2 regularization and an eps of 1e-4", mom=0.9, sqr_mom=0.99, eps=_eps, wd=0.01, decouple_wd=False)
+_adam = dict(mom=0.9, sqr_mom=0.99, eps=_eps, wd=0.01)
+AdamW16 = _partial(FusedAdam, "`FusedAdam` with true weight decay and an eps of 1e-4", **_adam)
+Adam16 = _partial(FusedAdam, "`FusedAdam` with L2 regularization and an eps of 1e-4", **_adam, decouple_wd=False)
 RAdam16 = _partial(RAdam, "fastai's `RAdam` with an eps of 1e-4", eps=_eps)
 Lamb16 = _partial(Lamb, "fastai's `Lamb` with an eps of 1e-4", eps=_eps)
 QHAdam16 = _partial(QHAdam, "fastai's `QHAdam` with an eps of 1e-4 instead of 1e-8", eps=_eps)

@@ -52,7 +52,8 @@ def _matcher(which):
     "`which` as a predicate `(name, module) -> bool`"
     # a SyncBatchNorm may have taken the place of another batch norm, whose weights it has
     def same_weight(m): return isinstance(m, nn.SyncBatchNorm) and m.affine and m.weight is getattr(which, 'weight', None)
-    if isinstance(which, type):      return lambda n,m: isinstance(m, which) or issubclass(which, _batch_norms) and isinstance(m, nn.SyncBatchNorm)
+    def same_type(m): return isinstance(m, which) or issubclass(which, _batch_norms) and isinstance(m, nn.SyncBatchNorm)
+    if isinstance(which, type):      return lambda n,m: same_type(m)
     if isinstance(which, nn.Module): return lambda n,m: m is which or same_weight(m)
     if isinstance(which, str):       return lambda n,m: n==which or (n and fnmatchcase(n, which)) # the model itself has the name ''
     if callable(which):              return which
@@ -97,7 +98,8 @@ class StandIn:
     def __call__(self, *args, **kwargs): return self.forward(*args, **kwargs)
     @property
     def __wrapped__(self): return self.module.forward if self.own is None else self.own # for `inspect.signature`
-    def __reduce__(self): return (getattr, (self.module, 'forward')) if self.own is None else (_itself, (self.own,)) # the copy of `module` has no attributes yet
+    def __reduce__(self): # the copy of `module` has no attributes yet
+        return (getattr, (self.module, 'forward')) if self.own is None else (_itself, (self.own,))
 
 def _itself(o): return o
 
@@ -117,9 +119,10 @@ class _Fp32Forward(StandIn):
         self.device_type,self.kept = device_type,kept
         self.how = {'cache_enabled':False} if own_code else {} # a mark for the modules inside, which an activation checkpoint restores
         self.before,self.placed = None,False # what stood in its place, and whether it stands there
-        # CUDA's batch norms read fp16 and compute in fp32 with fp32 parameters: a cast of their input would only cost memory. The CPU's do so as
-        # well, but their gradients overflow where input or gradient is not contiguous
-        self.mixed_kernel = not kept and device_type=='cuda' and type(module).__module__.startswith('torch.nn.') and isinstance(module, _batch_norms)
+        # CUDA's batch norms read fp16 and compute in fp32 with fp32 parameters: a cast of their input would only cost memory.
+        # The CPU's do so as well, but their gradients overflow where input or gradient is not contiguous
+        torchs = isinstance(module, _batch_norms) and type(module).__module__.startswith('torch.nn.')
+        self.mixed_kernel = torchs and device_type=='cuda' and not kept
 
     def __call__(self, *args, **kwargs):
         dev = self.device_type
@@ -196,7 +199,8 @@ def _half_copies(ps, dtype, graph):
     "Each of `ps` with its copy"
     for some in _buckets(ps):
         copies = _HalfCopies.apply(dtype, graph, *some)
-        # as soon as its gradients are there: backward, what came first waits for all others. Private in torch; without it they only come later
+        # as soon as its gradients are there: backward, what came first waits for all others.
+        # Private in torch; without it they only come later
         getattr(copies[0].grad_fn, '_set_sequence_nr', noop)(2**63)
         yield from zip(some, copies)
 
@@ -205,12 +209,14 @@ convs = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d
 _half_params = {**{t: ('weight','bias') for t in (nn.Linear, *convs)},
     nn.MultiheadAttention: ('in_proj_weight','in_proj_bias','q_proj_weight','k_proj_weight','v_proj_weight')}
 
+def _runs_as(m, t):
+    "Is the forward pass of `m` that of torch's class `t`?"
+    return own_forward(m) is None and all(getattr(type(m), f, None) is getattr(t, f, None) for f in ('forward','_conv_forward'))
+
 def _half_names(m):
     "The names of those parameters of `m` that its forward pass gives to a matmul or a convolution and does not read otherwise"
     for t,names in _half_params.items():
-        if isinstance(m, t):
-            own = own_forward(m) is not None or any(getattr(type(m), f, None) is not getattr(t, f, None) for f in ('forward','_conv_forward'))
-            return () if own else names
+        if isinstance(m, t): return names if _runs_as(m, t) else ()
     return ()
 
 # %% ../nbs/02_precision.ipynb #e15e041a
@@ -227,7 +233,7 @@ def unwrapped(
     "`model`, what it wraps, what that wraps, and so on"
     while model is not None:
         yield model
-        model = model.module if isinstance(model, (nn.DataParallel,DistributedDataParallel)) else model._modules.get('_orig_mod')
+        model = model.module if isinstance(model, (nn.DataParallel,DistributedDataParallel)) else getattr(model, '_orig_mod', None)
 
 def unwrap(
     model:nn.Module # Perhaps wrapped
@@ -240,15 +246,20 @@ def unwrap(
 def _refuse(model, params):
     "Say what is wrong with a model that cannot train in half precision"
     if isinstance(model, nn.DataParallel) and len(model.device_ids)>1:
-        raise ValueError(f"DataParallel over {len(model.device_ids)} devices is not supported: use DistributedDataParallel (learn.to_distributed).")
+        n = len(model.device_ids)
+        raise ValueError(f"DataParallel over {n} devices is not supported: use DistributedDataParallel (learn.to_distributed).")
     model = unwrap(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError("A ScriptModule computes as it was compiled: train the module it was made of, and script that afterwards.")
     if not params: raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train in half precision.")
     if any(hasattr(p, 'device_mesh') for p in params) or any(type(m).__name__=='FullyShardedDataParallel' for m in model.modules()):
-        raise ValueError("The model is sharded (FSDP), which has mixed precision of its own, MixedPrecision or MixedPrecisionPolicy: use that, with bf16.")
+        raise ValueError("The model is sharded (FSDP), which has mixed precision of its own, MixedPrecision or MixedPrecisionPolicy: "
+                         "use that, with bf16.")
     half = next((f'{n} is {p.dtype}' for n,p in model.named_parameters() if p.dtype in half_types), None)
     if half: raise ValueError(f"The parameters must be fp32 master weights and {half}: call model.float() before training.")
     dev = params[0].device.type
-    if not torch.amp.is_autocast_available(dev): raise ValueError(f"torch has no autocast for the model's device {dev!r}: move the model to another device.")
+    if not torch.amp.is_autocast_available(dev):
+        raise ValueError(f"torch has no autocast for the model's device {dev!r}: move the model to another device.")
 
 # %% ../nbs/02_precision.ipynb #0fe41d66
 class PrecisionPlan:
@@ -280,7 +291,8 @@ class PrecisionPlan:
         self.kept = find_modules(model, [o for o in which if o not in own_code])
         self.own_code = find_modules(model, [o[:-1] for o in own_code])
         # oneDNN has no fp16 kernels for recurrent layers: without this they raise on a CPU
-        if self.device_type=='cpu' and self.dtype==torch.float16: self.kept.update((n,m) for n,m in model.named_modules() if isinstance(m, nn.RNNBase))
+        if self.device_type=='cpu' and self.dtype==torch.float16:
+            self.kept.update((n,m) for n,m in model.named_modules() if isinstance(m, nn.RNNBase))
         self.norms = {n:m for n,m in model.named_modules() if is_norm(m)}
         islands = [m for m in model.modules() if _has_autocast(type(m))]
         self.in_fp32 = dict.fromkeys(c for m in (*self.kept.values(),*self.norms.values(),*islands) for c in m.modules())
@@ -310,7 +322,8 @@ class PrecisionPlan:
         if module in (self.model,self.wrapped): return self.slots,list(self.stand_ins.values())
         if module not in self.parts:
             inside = {id(m._parameters): m for m in module.modules()}
-            self.parts[module] = [o for o in self.slots if id(o[0]) in inside],[o for m,o in self.stand_ins.items() if id(m._parameters) in inside]
+            stand_ins = [o for m,o in self.stand_ins.items() if id(m._parameters) in inside]
+            self.parts[module] = [o for o in self.slots if id(o[0]) in inside],stand_ins
         return self.parts[module]
 
     def release(self):
@@ -359,7 +372,7 @@ class ForwardPass:
     def __init__(self,
         plan:PrecisionPlan, # Who computes in what
         module:nn.Module=None, # The module that runs, in the model; `None`: the model
-        until_backward:bool=False # Keep the stand-ins in place as long as an autograd graph lives, for activation checkpoints to be recomputed?
+        until_backward:bool=False # Keep the stand-ins in place while an autograd graph lives, for activation checkpoints to be recomputed?
     ):
         self.plan,self.until_backward,dev = plan,until_backward,plan.device_type
         slots,self.stand_ins = plan.part(plan.model if module is None else module)
@@ -409,7 +422,7 @@ class ForwardPass:
 @patch
 @contextmanager
 def forward_pass(self:PrecisionPlan,
-    until_backward:bool=True # Keep the stand-ins in place as long as an autograd graph lives, for activation checkpoints to be recomputed?
+    until_backward:bool=True # Keep the stand-ins in place while an autograd graph lives, for activation checkpoints to be recomputed?
 ):
     "A context for one forward pass: autocast is on, half-precision copies of the weights are in place, norms and kept modules are in fp32"
     run = ForwardPass(self, until_backward=until_backward)

@@ -10,6 +10,7 @@ import math,sys,warnings
 from collections import Counter
 from contextlib import contextmanager,nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from weakref import ref
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
@@ -59,7 +60,8 @@ loss_name = 'the loss function.' # its name among those of modules, none of whic
 
 class Seen:
     "A tensor at one time: what was measured of it, and of its gradient when that came by"
-    def __init__(self, key, half, numel): self.key,self.half,self.numel,self.value,self.grad,self.turn = key,half,numel,None,None,math.inf
+    def __init__(self, key, half, numel):
+        self.key,self.half,self.numel,self.value,self.grad,self.turn,self.hooked = key,half,numel,None,None,math.inf,False
 
 class Frame:
     "A call of a module, of the loss function, or of an operation in one of these"
@@ -141,8 +143,11 @@ class Watch(TorchFunctionMode):
                 # parameters were looked at before, but half-precision copies of them were not
                 seen.value = self.measure(t) if where!='param' or seen.half else range(0)
                 with torch._C.DisableTorchFunction():
-                    if t.requires_grad and torch.is_grad_enabled(): self.handles.append(t.register_hook(partial(self.came_by, seen)))
                     self.known[id(t), t._version if not t.is_inference() else 0] = ref(t),seen
+            # what a reentrant checkpoint gives was seen inside it, where it had no graph
+            if not seen.hooked and t.requires_grad and torch.is_grad_enabled():
+                seen.hooked = True
+                with torch._C.DisableTorchFunction(): self.handles.append(t.register_hook(partial(self.came_by, seen)))
             res.append(seen)
             self.seen[(*frame.call,where,i)] = seen
             self.events.append((frame, where, seen))
@@ -175,6 +180,7 @@ def read(self:Watch,
     self.finite = self.error is None and not any(values[o[0]] for o in ends)
 
 # %% ../nbs/10_rerun.ipynb #48107301
+_requires_grad,_version = attrgetter('requires_grad'),attrgetter('_version')
 _most_bytes = 2**30 # of inputs and targets that are kept for accumulated gradients
 not_faults = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
               CancelTrainException, CancelValidException)
@@ -197,24 +203,26 @@ class Batches:
         learner_state:LearnerState, # What learner and callbacks remember
     ):
         self.learn,self.entry,self.ranks,self.model_state,self.learner_state = learn,entry,ranks,model_state,learner_state
-        self.model,self.noted,self.batches,self.attempt,self.in_memory = model_state.model,model_state.note(),[],None,True
-        self.gradients = [(p.requires_grad, p.grad is not None) for p in model_state.params]
+        self.model,self.noted,self.batches,self.attempt,self.in_memory,self.bytes = model_state.model,model_state.note(),[],None,True,0
+        some = model_state.trained[:4]+model_state.trained[-4:] # all have gradients, or none has
+        self.trains,self.zeros = [*map(_requires_grad, model_state.params)],any(p.grad is not None for p in some)
         self.written = self._writes()
 
     def _writes(self):
         "Changes where a weight is written to: torch counts that, but for writes through `.data`, which reach the smallest one as well"
         state = self.model_state
-        return sum([p._version for p in state.trained]),state.least is not None and state.least.detach().clone()
+        return sum(map(_version, state.trained)),state.least is not None and state.least.detach().clone()
 
     def add(self):
         "Note the batch at hand"
+        if self.batches: replace(self.inputs[-1], self._keep)
         self.batches.append(self.learner_state.note())
-        self.in_memory = self.in_memory and self.bytes()<=_most_bytes
+        self.in_memory = self.in_memory and self.bytes<=_most_bytes
         if not self.in_memory: self.batches = []
 
-    def bytes(self) -> int:
-        "How many bytes of inputs and targets are held besides those of the batch at hand"
-        return sum(t.nbytes for owners,*_ in self.batches[:-1] for t in tensors([owners[0][1].get(k) for k in ('xb','yb')]))
+    def _keep(self, t):
+        self.bytes += t.nbytes # of inputs and targets, besides those of the batch at hand
+        return t
 
     @property
     def inputs(self) -> list: # Pairs
@@ -239,15 +247,18 @@ class Batches:
         return versions==before and (least is False or torch.equal(least, copy))
 
     def put_back(self):
-        "The model's side as it was at the start of the step, and no gradients: where there were zeros, there are zeros"
+        "The model's side as it was at the start of the step, and no gradients"
         self.model_state.put_back(self.noted)
-        for p,(_,had) in zip(self.model_state.params, self.gradients): p.grad = torch.zeros_like(p) if had else None
+        self.drop_gradients()
+
+    def drop_gradients(self):
+        "None, or zeros where the optimizer's `zero_grad` leaves zeros: these keep momentum and decay going, as in fp32"
+        if not self.learn.training: return # a validation amid accumulated gradients
+        for p in self.model_state.params: p.grad = torch.zeros_like(p) if self.zeros and p.grad is not None else None
 
     def _modes_back(self):
-        "Training modes and frozen parts as they were; after a skip the user's own code goes on and sets them itself"
-        for d,before in self.noted[0]:
-            if 'training' in before: d['training'] = before['training']
-        for p,(trains,_) in zip(self.model_state.params, self.gradients):
+        self.model_state.modes_back(self.noted)
+        for p,trains in zip(self.model_state.params, self.trains):
             if p.requires_grad!=trains: p.requires_grad_(trains)
 
     def run(self,
@@ -298,12 +309,12 @@ def look(self:Batches,
             watch.on = False
             watch.pred,loss = cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
             results = loss if len(learn.yb) and loss is not None else watch.pred
-            watch.read(results, list(self.model.parameters()), self.model_state.carried(), attempt.scale)
+            watch.read(results, self.model_state.params if learn.training else [], self.model_state.carried(), attempt.scale)
         if attempt.plan: watch.in_fp32 = {n for m,n in watch.names.items() if m in attempt.plan.in_fp32}
         return watch
     def put_back():
         watch.on,learn.loss_func = False,loss_func
         for h in watch.handles: h.remove()
         self.attempt,self.entry.plan = before
-        for p in self.model.parameters(): p.grad = None
+        self.drop_gradients()
     return guarded(run, put_back)

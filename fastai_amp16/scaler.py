@@ -55,7 +55,8 @@ class DynamicScaler(GradScaler):
         self.hysteresis,self.min_scale,self.max_scale,self.dynamic = hysteresis,min_scale,max_scale,dynamic
         self._tolerance = hysteresis # overflows until the scale backs off
         self.settled = False # has a step been taken at this scale, or one that it grew or fell from?
-        self._target,self._calm = None,0 # the scale to return to after a single batch forced it far down, and healthy steps since the last doubling
+        self._target = None # the scale to return to after a single batch forced it far down
+        self._calm = 0 # healthy steps since the last doubling
 
     # torch fills its tensors from `_init_scale` and `_init_growth_tracker`: kept up to date, they are the scaler's memory on the host
     def get_scale(self) -> float:
@@ -63,7 +64,8 @@ class DynamicScaler(GradScaler):
         return self._init_scale if self._enabled else 1.
     def _get_growth_tracker(self): return self._init_growth_tracker if self._enabled else 0
     def _set_scale(self, scale):
-        before,self._init_scale = self._init_scale,min(max(self.min_scale, scale), self.max_scale, _fp32.max) # in this order NaN gives `min_scale`
+        before = self._init_scale
+        self._init_scale = min(max(self.min_scale, scale), self.max_scale, _fp32.max) # in this order NaN gives `min_scale`
         if self._scale is not None and self._init_scale!=before: self._scale.fill_(self._init_scale)
 
 # %% ../nbs/00_scaler.ipynb #61fc4715

@@ -55,6 +55,7 @@ class StepRecord:
     static:bool = False # Is the scale to stay, whatever overflows?
     settled:bool = False # Were steps taken at the present scale?
     possible:bool = True # Can the batch run again?
+    mends:bool = True # Is what half precision cannot hold kept in fp32? Else there is nothing to ask fp32 for
     asks_first:bool = False # Were searches in vain lately? Then fp32 is asked before anything else is tried
     in_fp32:bool = False # Is the present attempt the fp32 reference?
     lost:bool = False # Has it been found that no precision helps?
@@ -77,12 +78,13 @@ def what_next(
     if step.in_fp32: return (Next.diagnose if outcome is Outcome.fine else Next.skip),None
     if outcome is Outcome.fine:
         step.fits.append(scale)
-        new = next_scale(step.fits, step.fails, step.floor, step.settled)
-        return (Next.step,None) if new==scale else (Next.again,new)
+        new = scale if step.floor is None else next_scale(step.fits, step.fails, step.floor, step.settled)
+        return (Next.step,None) if new in (None,scale) else (Next.again,new)
     if outcome is Outcome.overflow:
         if step.static: return Next.skip,None
         step.fails.append(scale)
-        new = None if step.floor is None or step.asks_first else next_scale(step.fits, step.fails, step.floor, step.settled)
+        waits = step.asks_first and step.mends
+        new = None if step.floor is None or waits else next_scale(step.fits, step.fails, step.floor, step.settled)
         if new is not None: return Next.again,new
-    if step.asks_first: return Next.reference,None
+    if step.asks_first: return (Next.reference if step.mends else Next.skip),None
     return (Next.diagnose if step.looks<_looks else Next.skip),None

@@ -1,17 +1,73 @@
 "The scripts of `benchmarks/`, in sizes that show nothing but that all of it runs; no test looks at a time"
 import json,math
 import pytest,torch
-import bf16_cpu,memory,scale_policy,scaling,step_cost,timing
+import accumulation,bf16_cpu,diagnosis,memory,scale_policy,scaling,short_fits,step_cost,timing
+from fastai.basics import DataLoaders,Learner
 from fastai_amp16.all import DynamicScaler
 from trainings import trainings
 
 def read(path): return json.loads(path.read_text())
 
+# %% running again
+def test_short_fits(tmp_path, capsys):
+    "All are trained on the same batches from the same weights; running again ends nearer to fp32, and the claim says how near"
+    short_fits.main(['--steps', '4', '8', '--seeds', '2', '--only', 'broken pixels', '--out', f'{tmp_path}/x.json'])
+    rows = read(tmp_path/'x.json')['rows']
+    assert [(r['steps'],r['contender']) for r in rows]==[(n,to) for n in (4,8) for to in ('skipping','running again')]
+    for skipping,again in (rows[:2],rows[2:]):
+        assert max(skipping['skipped'])>0 and skipping['reruns']==again['skipped']==[0,0] and max(again['reruns'])>0
+        assert any(again['promoted']) and max(again['distance'])<1<max(skipping['distance'])
+    out,nearest,furthest = capsys.readouterr().out,*(max(max(r['distance']) for r in o) for o in (rows[1::2],rows[::2]))
+    assert f'end within {short_fits.percent(nearest)} of' in out and f'skipping, up to {short_fits.percent(furthest)} off' in out
+    assert (tmp_path/'x.png').stat().st_size>10_000 and out.count('\n| broken pixels |')==2
+
+def test_short_fits_claim_only_what_they_show():
+    def row(to, *distance): return dict(contender=to, distance=list(distance))
+    better = [row('skipping', 1., 3.), row('running again', 0., 2.)]
+    assert '2 %' in short_fits.claim(better) and '3 %' in short_fits.claim(better)
+    assert '%' not in short_fits.claim([*better, row('skipping', 0.1), row('running again', 0.2)])
+
+@pytest.mark.parametrize('name', short_fits.cases)
+def test_a_short_fit_loses_no_step_where_batches_run_again(name):
+    "And is one of as many steps, on the same batches, as the one in fp32"
+    seen = []
+    def run(to):
+        learn = short_fits.with_steps(short_fits.cases[name].make(0), 3)
+        seen.append([*learn.model.parameters(), *(t for b in learn.dls.train for t in b)])
+        return short_fits.run(name, to, 0, 3)
+    fp32,again = run('fp32'),run('running again')
+    assert fp32['steps']==again['steps']==3 and again['skipped']==0 and all(map(torch.equal, *seen))
+    assert again['loss']==pytest.approx(fp32['loss'], rel=1e-2)
+
+def test_accumulation(tmp_path, capsys):
+    "What is counted is what the images take"
+    accumulation.main(f'--accumulation 13 --size 256 --bs 8 --out {tmp_path}/x.json'.split()) # 6 MiB a batch
+    row, = read(tmp_path/'x.json')['rows']
+    assert row['kept']==12*8*(3*256*256*4+8) and row['taken']==1
+    assert row['peak']==pytest.approx(row['kept'], rel=0.3)
+    assert '| 8 | 72 |' in (out:=capsys.readouterr().out) and 'runs again' in out
+
+def test_beyond_the_bound_a_step_is_skipped(monkeypatch):
+    monkeypatch.setattr('fastai_amp16.rerun._most_bytes', 2*4*(3*8*8*4+8)) # of two batches
+    for n,taken in ((3,1),(4,0)):
+        res = accumulation.train(n, 4, 8, True)
+        assert res['taken']==taken and bool(res['kept'])==bool(taken)
+
+def test_diagnosis(tmp_path):
+    diagnosis.main(f'--depth 2 --width 8 --steps 20 --rounds 1 --out {tmp_path}/x.json'.split())
+    res = read(tmp_path/'x.json')
+    assert res['steps']==20 and 'out' not in res and res['fit_with_over_without']>0 and res['report_in_steps'][1]>0
+
+def test_a_fit_that_is_not_healthy_is_not_measured(monkeypatch):
+    learn = diagnosis.learner(2, 8, 2, 4, init_scale=2.**24)
+    monkeypatch.setattr(learn, 'loss_func', lambda p,y: 100*(p-y).square().mean())
+    with pytest.raises(RuntimeError, match='not healthy'): diagnosis.fit(learn)
+
 def test_step_cost(tmp_path, capsys, monkeypatch):
     "What the README claims and no machine changes: operators and reads"
     name,make = next(iter(step_cost.models.items()))
     monkeypatch.setattr(step_cost, 'models', {name: make})
-    step_cost.main(f'--rounds 2 --steps 4 --bs 8 --out {tmp_path}/x.json'.split())
+    step_cost.main(f'--rounds 1 --steps 3 --bs 8 --out {tmp_path}/x.json'.split())
     of = {r['contender']: r for r in read(tmp_path/'x.json')['rows']}
     assert list(of)==list(step_cost.stacks) and all(r['ms'][0]>0 for r in of.values()) and '| ours |' in capsys.readouterr().out
     ours,theirs = of[step_cost.own],of[step_cost.first]
@@ -42,7 +98,7 @@ def test_batches():
     assert len(batches)==3 and list(batches)==[1,2,3] and len(batches.times)==4 and len(batches.steps())==2 and min(batches.steps())>=0
 
 def test_scaling(tmp_path):
-    scaling.main(f'--numbers 2 5 --sizes 10 100 --number 3 --rounds 2 --out {tmp_path}/x.json'.split())
+    scaling.main(f'--numbers 2 5 --sizes 10 100 --number 3 --rounds 1 --out {tmp_path}/x.json'.split())
     res = read(tmp_path/'x.json')
     assert [(r['tensors'],r['elements']) for r in res['by_number']+res['by_size']]==[(2,200),(5,500),(3,30),(3,300)]
     assert (tmp_path/'x.png').stat().st_size>10_000 and all(r['copy'][1]>0 for r in res['by_size'])
@@ -57,22 +113,31 @@ def test_scaling_trains_in_half(make):
     assert len(seen)==6 and all(g.dtype==torch.float32 and torch.equal(g, torch.full((1,5), 1e-3).half().float()) for g in seen)
 
 def test_bf16(tmp_path):
-    bf16_cpu.main(f'--width 16 --depth 1 --seq 4 --mlp_width 16 --mlp_depth 1 --bs 2 --mlp_bs 2 --steps 3 --rounds 2 --out {tmp_path}/x.json'.split())
+    sizes = '--width 16 --depth 1 --seq 4 --mlp_width 16 --mlp_depth 1 --bs 2 --mlp_bs 2 --steps 3 --rounds 1'
+    bf16_cpu.main(f'{sizes} --out {tmp_path}/x.json'.split())
     rows = read(tmp_path/'x.json')['rows']
     assert [r['model'] for r in rows]==['transformer','MLP'] and all(r['ours'][1]>0 and r['by_hand'][1]>0 for r in rows)
 
 def test_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, 'contenders', ('to_bf16_dynamic',))
-    memory.main(f'--width 1500 --depth 4 --bs 2 --out {tmp_path}/x.json'.split())
+    memory.main(f'--width 1000 --depth 4 --bs 2 --out {tmp_path}/x.json'.split())
     row, = read(tmp_path/'x.json')['rows']
     assert row['batch_size']==2 and 2<row['to_bf16_dynamic']<6 # moments are two, gradients one more
 
 # %% the policies
 def test_replay():
     "Two steps are skipped, on the way from 2^16 to 2^14, where gradients below 2^-39 become 0"
-    res = scale_policy.replay(scale_policy.scaler(), [16]*50+[14]*50, {-41:1,-40:1,-39:1,0:1})
-    assert res==dict(skipped=2., bits=0., zeros=pytest.approx(100*48/98/2))
-    assert scale_policy.replay(scale_policy.policies['static, 512'], [16]*9+[8], {-35:1,-34:1})==dict(skipped=pytest.approx(10), bits=7., zeros=50.)
+    res = scale_policy.replay((scale_policy.scaler(),scale_policy.skips), [16]*50+[14]*50, {-41:1,-40:1,-39:1,0:1})
+    assert res==dict(skipped=2., reruns=0., bits=0., zeros=pytest.approx(100*48/98/2))
+    static = scale_policy.replay(scale_policy.policies['static, 512'], [16]*9+[8], {-35:1,-34:1})
+    assert static==dict(skipped=pytest.approx(10), reruns=0., bits=7., zeros=50.)
+
+def test_replay_of_what_runs_again():
+    "After an outlier that two halvings and a large step answer, the scale comes back by a doubling every eight steps"
+    rooms = [16]*10+[8]+[16]*90
+    res = scale_policy.replay(scale_policy.policies['ours'], rooms, {0:1})
+    below = 2+8*sum(range(1, 11)) # the outlier itself at 2^6 of 2^8, then eight steps each of 10, 9, ... bits
+    assert res==dict(skipped=0., reruns=pytest.approx(100*3/101), bits=pytest.approx(below/101), zeros=0.)
 
 def test_replay_is_what_a_scaler_does():
     "Beside `DynamicScaler` on real fp16 gradients: the same steps are skipped"
@@ -84,7 +149,23 @@ def test_replay_is_what_a_scaler_does():
         skipped += bad
         s.update(found_inf=bad)
     rooms = [math.floor(scale_policy.top-math.log2(t)) for t in tops]
-    assert scale_policy.replay(scale_policy.scaler(growth_interval=20), rooms, {0:1})['skipped']==pytest.approx(100*skipped/300) and skipped>10
+    res = scale_policy.replay((scale_policy.scaler(growth_interval=20),scale_policy.skips), rooms, {0:1})
+    assert res['skipped']==pytest.approx(100*skipped/300) and skipped>10
+
+def test_running_again_is_what_a_fit_does():
+    "Beside a fit whose gradient in fp16 is known, with an outlier that only a diagnosis answers"
+    rng = torch.Generator().manual_seed(0)
+    tops = (torch.randn(120, generator=rng)-2).exp2()
+    tops[50] = 2.**16
+    batches = timing.Batches([(torch.ones(1, 1), t.view(1, 1)) for t in tops])
+    model = torch.nn.Linear(1, 1, bias=False)
+    learn = Learner(DataLoaders(batches, []), model, lambda p,y: (p*y).sum(), lr=0.).to_fp16_dynamic(growth_interval=20)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    scaler,history = DynamicScaler('cpu', growth_interval=20),learn.mixed_precision.history
+    rooms = [math.floor(scale_policy.top-math.log2(t)) for t in tops.tolist()]
+    steps = [scale_policy.runs_again(scaler, room) for room in rooms]
+    assert list(zip(history.loss_scale.map(math.log2), history.reruns))==steps and not history.skipped.any()
+    assert len({scale for scale,_ in steps})>5 and max(reruns for _,reruns in steps[1:])>3
 
 def test_record_and_replay(tmp_path, capsys):
     args = f'--maxima {tmp_path}/m.json --out {tmp_path}/x.json --steps 120'.split()
@@ -92,10 +173,14 @@ def test_record_and_replay(tmp_path, capsys):
     (name,real),= read(tmp_path/'m.json')['trainings'].items()
     assert name=='tabular regression' and len(real['rooms'])>=120 and sum(real['octaves'].values())>1000
     scale_policy.main(args) # what was recorded
-    for more,skipped in ((0,0),(2,1)): # the first step of fp16 itself bears the scale that was found, and no larger one
-        learn = trainings[name].make(0).to_fp16_dynamic(init_scale=2.**(real['rooms'][0]+more))
-        with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(1, trainings[name].lr)
-        assert learn.mixed_precision.history.skipped[0]==skipped
+    for more in (0,2): # the first step of fp16 itself bears the scale that was found, and no larger one
+        first = DynamicScaler('cpu', init_scale=2.**(real['rooms'][0]+more))
+        learn = trainings[name].make(0).to_fp16_dynamic(init_scale=first.get_scale())
+        short_fits.with_steps(learn, 1)
+        with learn.no_bar(), learn.no_logging(): learn.fit(1)
+        scale,reruns = scale_policy.runs_again(first, real['rooms'][0])
+        row = learn.mixed_precision.history.iloc[0]
+        assert (math.log2(row.loss_scale),row.reruns,row.skipped)==(scale,reruns,False) and bool(reruns)==bool(more)
     rows = read(tmp_path/'x.json')['rows']
     assert {r['data'] for r in rows if r['kind']=='training'}=={name} and {r['policy'] for r in rows}==set(scale_policy.policies)
     assert '| ours | ' in capsys.readouterr().out

@@ -114,13 +114,13 @@ class Count(TorchDispatchMode):
         learn.model.register_forward_pre_hook(apart(True)), learn.model.register_forward_hook(apart(False))
         methods = patch.multiple(torch.Tensor, tolist=lambda t: self.tolist(t), backward=lambda t, *a, **kw: self.backward(t, *a, **kw))
         with self, methods: fit(learn, 1, cbs=[Begin(), End()])
-        return zip(*rows)
+        return [list(o) for o in zip(*rows)]
 
 @pytest.mark.parametrize('to', ['to_fp16_dynamic','to_bf16_dynamic'])
 @pytest.mark.parametrize('cbs', [[], [GradientNormClip(0.1)]], ids=['','clip'])
 def test_one_host_read_a_step(to, cbs):
     "And no step but the 16th, in which predictions are compared with fp32's, runs anything twice; so it is after a batch that was skipped"
-    def reads(to, *bad): return list(Count().of(getattr(learner(n=18*16, cbs=[*cbs, *bad]), to)())[1])
+    def reads(to, *bad): return Count().of(getattr(learner(n=18*16, cbs=[*cbs, *bad]), to)())[1]
     assert reads('to_fp32')==[0]*18
     n = reads(to)
     assert n[:15]+n[16:]==[1]*17 and n[15]<=5
@@ -133,17 +133,19 @@ class Poison2(Poison):
 def test_each_attempt_reads_once():
     "A scale that is too high: what can run again is asked once besides"
     learn = learner().to_fp16_dynamic(init_scale=2.**24)
-    first,*rest = list(Count().of(learn))[1]
+    first,*rest = Count().of(learn)[1]
     n = learn.mixed_precision.n_rerun
     assert 0<n<8 and first<=2*n+1 and rest==[1]*3
 
 def test_at_most_30_operators_a_step():
-    "However many tensors there are: all but forward and backward pass, so loss function, clipping and optimizer included"
+    "However many tensors there are: all but forward and backward pass, so noting what a batch may change, loss, clipping and optimizer"
     def deep(n): return nn.Sequential(nn.Linear(8,16), *[nn.Sequential(nn.Linear(16,16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(n)], nn.Linear(16,1))
     def ops(n):
-        _,*ops,_ = list(Count().of(learner(lambda: deep(n), cbs=GradientNormClip(1.)).to_fp16_dynamic()))[0] # the first makes the optimizer's state
+        learn = learner(lambda: deep(n), cbs=GradientNormClip(1e-3)).to_fp16_dynamic(init_scale=1.)
+        learn.remove_cb(learn.recorder)
+        _,*ops = Count().of(learn)[0] # the first makes the optimizer's state, and learns where buffers change
         return ops
-    assert ops(2)==ops(20) and max(ops(2))<=30
+    assert ops(2)==ops(20) and max(ops(20))<=30
 
 def test_module_can_be_reloaded():
     import subprocess,sys

@@ -14,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.nn import functional as dist_nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from fastai_amp16.ranks import Echo,Ranks,read_all
+from fastai_amp16.grads import read_all
+from fastai_amp16.ranks import Echo,Ranks
 
 timeout = 20 # seconds, for which a rank waits for another
 

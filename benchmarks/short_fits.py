@@ -1,0 +1,125 @@
+"Where short fits end: by running batches again that overflow and by skipping their steps, next to fp32 with the same batches"
+import argparse,json,statistics,warnings
+from collections import namedtuple
+from functools import partial
+from itertools import chain,islice,repeat
+from pathlib import Path
+import torch
+from matplotlib.figure import Figure
+import trainings # first: it hides a warning of fastai's import
+import hostile
+from fastai.basics import DataLoaders,Learner,nn,set_seed
+from fastai_amp16.all import GradientNormClip
+from machine import machine
+from timing import Batches
+
+# `patience`: a fit that skips is not to end before its last step
+contenders = {
+    'fp32': Learner.to_fp32,
+    'skipping': partial(Learner.to_fp16_dynamic, rerun=False, patience=10**6),
+    'running again': Learner.to_fp16_dynamic}
+
+# %% trainings
+def claims(n):
+    "What insurances pay: some 1, and once in a while a thousand"
+    x = torch.randn(n, 8)
+    return x,torch.exp(x[:,:3].sum(1, keepdim=True)/2+1.5*torch.randn(n, 1))
+
+def heavy_tail(seed):
+    def model(): return nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
+    return hostile.learner(seed, claims, model, nn.MSELoss(), hostile.r2, n=2048, n_valid=1024).add_cb(GradientNormClip(1.))
+
+Case = namedtuple('Case', 'make lr what')
+cases = {
+    'tabular regression': Case(trainings.regression, 1e-2, 'the first scale is too high'),
+    'collaborative filtering': Case(trainings.ratings, 1e-2, 'the first scale is too high'),
+    'insurance claims': Case(heavy_tail, 1e-2, 'batches with outliers'),
+    'broken pixels': Case(hostile.broken_pixels, 1e-2, 'the forward pass overflows')}
+
+# %% fits
+def with_steps(learn, n):
+    "`learn` with an epoch of `n` batches"
+    dls = learn.dls
+    learn.dls = DataLoaders(Batches(list(islice(chain.from_iterable(repeat(dls.train)), n))), dls.valid, device=dls.device)
+    return learn
+
+def run(name, to, seed, n):
+    "A fit of `n` steps: the validation loss after it, computed in fp32, and what became of the steps"
+    case = cases[name]
+    learn = contenders[to](with_steps(case.make(seed), n))
+    set_seed(seed, reproducible=True)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit_one_cycle(1, case.lr)
+        steps,mp = len(learn.recorder.losses),getattr(learn, 'mixed_precision', None)
+        loss = float(learn.to_fp32().validate()[0])
+    counts = dict(skipped=mp.n_skipped, reruns=mp.n_rerun, promoted=mp.promoted) if mp else {}
+    return dict(loss=loss, steps=steps, **counts)
+
+def compare(name, n, seeds):
+    "A row for each contender but fp32: the distance to its validation loss in percent, and other counts, by seed"
+    runs = [{to: run(name, to, seed, n) for to in contenders} for seed in range(seeds)]
+    def distance(o, to): return 100*abs(o[to]['loss']/o['fp32']['loss']-1)
+    return [dict(training=name, steps=n, contender=to, distance=[distance(o, to) for o in runs],
+                 **{k: [o[to][k] for o in runs] for k in ('loss','skipped','reruns','promoted')}) for to in contenders if to!='fp32']
+
+# %% what it shows
+def percent(x): return f'{x:.0f} %' if x>=10 else f'{x:.2g} %'
+
+def claim(rows):
+    "A sentence that is true of `rows`"
+    worst = {to: [max(r['distance']) for r in rows if r['contender']==to] for to in contenders}
+    again,skipping = worst['running again'],worst['skipping']
+    if all(a<=s for a,s in zip(again, skipping)):
+        return f"Running again, short fits end within {percent(max(again))} of fp32's loss; skipping, up to {percent(max(skipping))} off"
+    return 'How far from fp32 short fits end'
+
+def table(res):
+    "Markdown: means over seeds, and the furthest"
+    def mean(r, k): return f'{statistics.mean(r[k]):.1f}'
+    def distance(r): return f"{percent(statistics.mean(r['distance']))} ({percent(max(r['distance']))})"
+    by = {}
+    for r in res['rows']: by.setdefault((r['training'],r['steps']), {})[r['contender']] = r
+    head = ['training', '', 'steps', 'skipping: skipped steps', 'distance', 'running again: runs', 'distance']
+    lines = [head, ['---']*2+['--:']*5]
+    for (name,steps),r in by.items():
+        skips,again = r['skipping'],r['running again']
+        lines.append([name, cases[name].what, steps, mean(skips, 'skipped'), distance(skips), mean(again, 'reruns'), distance(again)])
+    return '\n'.join('| '+' | '.join(map(str, o))+' |' for o in lines)
+
+def chart(res):
+    "A panel for each training, a dot for each seed"
+    names,lengths = (list(dict.fromkeys(r[k] for r in res['rows'])) for k in ('training','steps'))
+    fig = Figure(figsize=(3*len(names), 4), layout='constrained')
+    axs = fig.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    for ax,name in zip(axs, names):
+        for to,color,marker,shift in (('skipping','tab:red','x',-0.15), ('running again','tab:blue','o',0.15)):
+            rows = [r for r in res['rows'] if (r['training'],r['contender'])==(name,to)]
+            points = [(lengths.index(r['steps'])+shift,max(d, least)) for r in rows for d in r['distance']]
+            ax.plot(*zip(*points), marker, color=color, alpha=0.7, ms=6, label=to)
+        ax.set(title=f'{name}:\n{cases[name].what}', xlabel='steps', yscale='log', xlim=(-0.5,len(lengths)-0.5))
+        ax.set_xticks(range(len(lengths)), lengths)
+        ax.axhline(1, color='0.5', lw=0.8, ls='--')
+        ax.grid(axis='y', alpha=0.3)
+    axs[0].set_ylabel("distance to fp32's validation loss, %")
+    fig.legend(*axs[0].get_legend_handles_labels(), loc='outside lower center', ncols=2)
+    fig.suptitle(claim(res['rows']))
+    return fig
+least = 1e-3 # percent: nearer counts as this near in the picture
+
+def main(args=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument('--steps', type=int, nargs='+', default=[15,50,150], help='lengths of the fits')
+    p.add_argument('--seeds', type=int, default=5, help='how many')
+    p.add_argument('--only', nargs='+', choices=cases, default=list(cases), metavar='NAME', help='which trainings')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='results; the picture is written beside them')
+    a = p.parse_args(args)
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        rows = [r for name in a.only for n in a.steps for r in compare(name, n, a.seeds)]
+    res = dict(machine=machine(), seeds=a.seeds, rows=rows)
+    print(claim(rows), table(res), sep='\n\n')
+    a.out.write_text(json.dumps(res, indent=1)+'\n')
+    chart(res).savefig(a.out.with_suffix('.png'), dpi=120)
+
+if __name__=='__main__': main()

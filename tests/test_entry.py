@@ -1,0 +1,451 @@
+"However a program calls the model, its layers compute in half precision, its batches run again, and it trains as in fp32"
+import copy,io,pickle
+import pytest,torch
+import torch.nn.functional as F
+from fastai.basics import Callback,Learner,SGD,nn,partial,set_seed
+from fastai.callback.training import GradientAccumulation
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from fastai_amp16.all import AdamW16,GradientNormClip,half_forward
+from common import clean,equal,fit,learner,mse,state,weights
+
+pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enc,self.head = nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1)),nn.Linear(16,1)
+    def encode(self, x): return self.enc(x)
+    def forward(self, x, gain=1.): return self.head(self.enc(x))*gain
+
+class Dtypes(TorchFunctionMode):
+    "The dtypes of the weights that linear layers multiply by"
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear: self.seen.append(args[1].dtype)
+        return func(*args, **(kwargs or {}))
+
+class Outlier(Callback):
+    "The gradients of some batches are 2^20 times as large as the others'"
+    order = 5
+    def __init__(self, *steps): self.steps = steps
+    def before_backward(self):
+        if self.train_iter in self.steps: self.learn.loss_grad = self.learn.loss_grad*2.**20
+
+class Own(Learner):
+    "A program: what it makes of a batch, and its loss"
+    def predict_batch(self, x): return self.model(x)
+    def penalty(self, x, y): return 0.
+    def _do_one_batch(self):
+        x,y = *self.xb,*self.yb
+        pred = self.predict_batch(x)
+        self.pred = pred
+        self('after_pred')
+        self.loss_grad = self.loss_func(self.pred, y)+self.penalty(x, y)
+        self.loss = self.loss_grad.clone()
+        self('after_loss')
+        if self.training: self._do_grad_opt()
+
+class RDrop(Own):
+    def penalty(self, x, y): return (self.pred-self.model(x)).square().mean()/16
+class Parts(Own):
+    def predict_batch(self, x): return self.model.head(self.model.enc(x))
+class Layers(Own):
+    def predict_batch(self, x):
+        for m in self.model.enc: x = m(x)
+        return self.model.head(x)
+class Forward(Own):
+    def predict_batch(self, x): return self.model.forward(x)
+class PartForward(Own):
+    def predict_batch(self, x): return self.model.head.forward(self.model.enc.forward(x))
+class Keyword(Own):
+    def predict_batch(self, x): return self.model(gain=1., x=x)
+class Method(Own):
+    def predict_batch(self, x): return self.model.head(self.model.encode(x))
+class Attributes(Own):
+    "Takes the model for the module that it is"
+    def predict_batch(self, x):
+        self.model.train(self.training)
+        assert isinstance(self.model, Net) and self.model.enc[0].in_features==8 and len(list(self.model.children()))==2
+        return self.model(x)
+    def penalty(self, x, y): return 1e-3*sum(p.square().sum() for p in self.model.parameters())+1e-3*self.model.head.weight.abs().sum()
+class GradientPenalty(Own):
+    def penalty(self, x, y):
+        if not self.training: return 0.
+        x = x.detach().requires_grad_()
+        grad, = torch.autograd.grad(self.model(x).sum(), x, create_graph=True)
+        return (grad.norm(dim=1)-1).square().mean()/160
+class Functional(Own):
+    def predict_batch(self, x): return torch.func.functional_call(self.model, dict(self.model.named_parameters()), (x,))
+class Frozen(Own):
+    "A part without gradients, as features"
+    def predict_batch(self, x):
+        with torch.no_grad(): x = self.model.enc(x)
+        return self.model.head(x)
+class Again(Own):
+    def predict_batch(self, x): return self.model.head(checkpoint(self.model.enc, x, use_reentrant=False))
+class Reentrant(Own):
+    def predict_batch(self, x): return self.model.head(checkpoint(self.model.enc, x.requires_grad_(), use_reentrant=True))
+class Entered(Own):
+    "Its own autocast, as in a program that was written for it"
+    def predict_batch(self, x):
+        with torch.autocast('cpu', torch.float16): return self.model(x)
+
+class Recompute(torch.autograd.Function):
+    "As a reversible net: nothing is kept, `m` runs again in the backward pass"
+    @staticmethod
+    def forward(ctx, x, m, *params):
+        ctx.m,ctx.state = m,torch.get_rng_state()
+        ctx.save_for_backward(x)
+        with torch.no_grad(): return m(x)
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.state)
+            y = ctx.m(x)
+        params = list(ctx.m.parameters())
+        gx,*gs = torch.autograd.grad(y, (x,*params), grad)
+        return gx,None,*gs
+class Reversible(Own):
+    def predict_batch(self, x): return self.model.head(Recompute.apply(x.requires_grad_(), self.model.enc, *self.model.enc.parameters()))
+
+momentum = partial(SGD, mom=0.9)
+
+def make(cls, to, net=Net, n=15*16, cbs=(), opt_func=momentum, **kwargs):
+    learn = learner(net, n=n, shuffle=False, cbs=[GradientNormClip(1.), *cbs], opt_func=opt_func, lr=0.02, **kwargs)
+    learn.__class__ = cls
+    return to(learn)
+
+hot = partial(Learner.to_fp16_dynamic, init_scale=2.**24) # so that the first batch runs again, too
+
+def same_training(a, b, skipped=0):
+    "As many steps as fp32, at the same learning rates; losses within some percent, and where it ends within one"
+    assert len(b.mixed_precision.history)==len(a.recorder.losses)==len(b.recorder.losses) and b.mixed_precision.n_skipped==skipped
+    assert a.recorder.lrs==b.recorder.lrs
+    torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=3e-2, atol=1e-5)
+    (_,va),(_,vb) = a.recorder.values[-1],b.recorder.values[-1]
+    assert vb==pytest.approx(va, rel=1e-2)
+    assert [cb.norms for cb in b.cbs if isinstance(cb, GradientNormClip)][0]==b.mixed_precision.history.grad_norm.tolist()
+    if not isinstance(b.model, (torch._dynamo.OptimizedModule,torch.jit.ScriptModule)): clean(b) # these have a `forward` of their own
+
+def ran_again(learn): return learn.mixed_precision.history.reruns[lambda s: s>0].index.tolist()
+
+programs = [RDrop, Parts, Layers, Forward, PartForward, Keyword, Method, Attributes, GradientPenalty, Functional, Frozen, Again, Reentrant, Entered, Reversible]
+
+@pytest.mark.parametrize('cls', programs)
+def test_programs_that_call_the_model_in_their_own_way(cls):
+    a = fit(make(Own if cls is Entered else cls, Learner.to_fp32, cbs=[Outlier(5)]), 1)
+    b = fit(make(cls, hot, cbs=[Outlier(5)]), 1)
+    same_training(a, b)
+    assert {0,5}<=set(ran_again(b)) and len(ran_again(b))<=3 and not b.mixed_precision.promoted
+    assert int(a.model.enc[1].num_batches_tracked)==int(b.model.enc[1].num_batches_tracked)
+
+@pytest.mark.parametrize('cls', [o for o in programs if o not in (Functional,Again,Reentrant)]) # these read the masters, and autocast casts them
+def test_every_call_computes_in_half_precision(cls):
+    "Nothing overflows, so there is no run in fp32"
+    learn = make(cls, Learner.to_fp16_dynamic, n=64)
+    with Dtypes() as dtypes: fit(learn, 1)
+    assert set(dtypes.seen)=={torch.float16} and len(dtypes.seen)>=10
+
+class SAM(Callback):
+    "Sharpness-aware minimization: the gradient where the loss is worst, nearby"
+    order = 20
+    def __init__(self, rho=0.05, at=(), by=1.): self.rho,self.at,self.by,self.steps = rho,at,by,0
+    def before_step(self):
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        eps = [p.grad*(self.rho/(norm+1e-12)) for p in params]
+        with torch.no_grad(): torch._foreach_add_(params, eps)
+        self.opt.zero_grad()
+        loss = self.learn.loss_func(self.model(*self.xb), *self.yb)
+        (loss*self.by if self.train_iter in self.at else loss).backward()
+        with torch.no_grad(): torch._foreach_sub_(params, eps)
+        self.steps += 1
+
+def test_sharpness_aware_minimization_runs_again_and_trains_as_in_fp32():
+    a,b = [fit(make(Learner, to, cbs=[Outlier(5), SAM()]), 1) for to in (Learner.to_fp32, hot)]
+    same_training(a, b)
+    assert b.sam.steps==15 and int(b.model.enc[1].num_batches_tracked)==int(a.model.enc[1].num_batches_tracked)==30
+
+def test_sharpness_aware_minimization_whose_second_gradient_no_precision_holds():
+    "The step is skipped: statistics and weights are what they were, and it is told"
+    class See(Callback):
+        order = 99
+        def before_fit(self): self.states = []
+        def before_batch(self):
+            if self.training: self.states.append(state(self.learn))
+    learn = make(Learner, Learner.to_fp16_dynamic, n=6*16, cbs=[SAM(at=(3,), by=1e30), See()])
+    with pytest.warns(UserWarning): fit(learn, 1)
+    mp,s = learn.mixed_precision,learn.see.states
+    assert mp.history.skipped.tolist()==[i==3 for i in range(6)] and mp.n_skipped==1
+    assert {k for k in s[3] if not torch.equal(s[3][k], s[4][k])}<={'enc.0.weight','enc.0.bias','enc.1.weight','enc.1.bias','head.weight','head.bias'}
+    torch.testing.assert_close(s[4], s[3], rtol=1e-6, atol=1e-7) # SAM adds and subtracts, which rounds
+
+def test_sharpness_aware_minimization_that_diverges_ends():
+    learn = make(Learner, Learner.to_fp16_dynamic, cbs=[SAM(at=range(15), by=1e30)])
+    with pytest.warns(UserWarning, match='stopped at step 3 of 15'): fit(learn, 1)
+    assert learn.mixed_precision.n_skipped==3
+
+# --- the model itself
+
+def compiled():
+    net = Net()
+    net.compile(backend='eager')
+    return net
+def wrapped(): return torch.compile(Net(), backend='eager')
+def parallel(): return nn.DataParallel(Net())
+
+@pytest.mark.parametrize('net', [compiled,wrapped,parallel])
+def test_wrapped_models_run_again(net):
+    a,b = [fit(make(Learner, to, net, cbs=[Outlier(5)]), 1) for to in (Learner.to_fp32, hot)]
+    same_training(a, b)
+    assert {0,5}<=set(ran_again(b)) and len(ran_again(b))<=3
+
+def test_a_traced_model_runs_again_and_trains_as_in_fp32():
+    def net(): return torch.jit.trace(nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,1)), torch.zeros(2,8))
+    a,b = [fit(make(Learner, to, net, cbs=[Outlier(5)]), 1) for to in (Learner.to_fp32, hot)]
+    same_training(a, b)
+
+def test_a_traced_part_of_a_model_computes_in_half_precision():
+    class Traced(Net):
+        def __init__(self):
+            super().__init__()
+            self.enc = torch.jit.trace(nn.Sequential(nn.Linear(8,16), nn.ReLU()), torch.zeros(2,8))
+        def forward(self, x):
+            x = self.enc(x)
+            self.dtype = x.dtype
+            return self.head(x)
+    learn = fit(make(Learner, Learner.to_fp16_dynamic, Traced), 1)
+    assert learn.model.dtype==torch.float16
+
+@pytest.mark.parametrize('how', ['deepcopy','pickle','torch.save'])
+def test_a_copy_made_in_the_middle_of_a_fit_is_a_module_of_its_own(how):
+    "It computes in fp32 with its own weights, in the fit and after it, and can be trained"
+    def copied(m):
+        if how=='deepcopy': return copy.deepcopy(m)
+        if how=='pickle': return pickle.loads(pickle.dumps(m))
+        f = io.BytesIO()
+        torch.save(m, f)
+        f.seek(0)
+        return torch.load(f, weights_only=False)
+    class Copies(Callback):
+        def after_loss(self):
+            if self.training and self.train_iter==2:
+                self.net,self.before = copied(self.model),[p.clone() for p in self.model.parameters()]
+                self.pred = self.net.eval()(*self.xb)
+    learn = fit(make(Learner, hot, n=64, cbs=[Copies()]), 1)
+    net,before,x = learn.copies.net,learn.copies.before,torch.randn(4,8)
+    assert equal([p.detach() for p in net.parameters()], before) and not equal(before, weights(learn))
+    clean(learn)
+    assert net(x).dtype==torch.float32 and learn.copies.pred.dtype==torch.float32
+    ref = Net().eval()
+    ref.load_state_dict(net.state_dict())
+    assert torch.equal(net(x), ref(x)) # not of the original, and not in half precision
+    other = make(Learner, hot, n=64)
+    other.model = net
+    other.create_opt()
+    assert other.mixed_precision.n_rerun==0
+    fit(other, 1)
+    assert not equal([p.detach() for p in net.parameters()], before) and len(other.mixed_precision.history)==4
+    assert equal(weights(learn), weights(learn)) and not any(isinstance(m.__dict__.get('forward'), Callback) for m in net.modules())
+
+def test_averaged_models_see_each_step_once():
+    "torch.optim.swa_utils copies the model in the fit and averages after each step"
+    class EMA(Callback):
+        order = 70
+        def before_fit(self): self.ema = None
+        def after_step(self):
+            self.ema = self.ema or torch.optim.swa_utils.AveragedModel(self.model)
+            self.ema.update_parameters(self.model)
+    a,b = [fit(make(Learner, to, cbs=[EMA(), Outlier(5)]), 1) for to in (Learner.to_fp32, hot)]
+    same_training(a, b)
+    assert int(a.ema.ema.n_averaged)==int(b.ema.ema.n_averaged)==15
+    for p,q in zip(a.ema.ema.parameters(), b.ema.ema.parameters()): torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-3)
+
+def test_a_model_that_is_replaced_for_an_epoch():
+    "The other one trains in half precision as well, and both are themselves again afterwards"
+    class Swap(Callback):
+        order = -5
+        def before_fit(self): self.own,self.other,self.dtypes = self.model,None,[]
+        def before_epoch(self):
+            if self.epoch!=1: return
+            set_seed(3)
+            self.other = Net()
+            self.other.head.register_forward_pre_hook(lambda m, args: self.dtypes.append(m.weight.dtype))
+            self.learn.model = self.other
+            self.learn.create_opt()
+        def after_epoch(self):
+            if self.epoch!=1: return
+            self.learn.model = self.own
+            self.learn.create_opt()
+    learn = make(Learner, hot, n=64, cbs=[Swap(), Outlier(1)])
+    fit(learn, 3)
+    s = learn.swap
+    assert learn.model is s.own and set(s.dtypes)<={torch.float16,torch.float32} and s.dtypes.count(torch.float16)>=5
+    assert not any('forward' in m.__dict__ for o in (s.own,s.other) for m in o.modules())
+    assert len(learn.mixed_precision.history)==12 and learn.mixed_precision.n_skipped==0
+    assert int(s.own.enc[1].num_batches_tracked)==8 and int(s.other.enc[1].num_batches_tracked)==4
+
+def test_layers_exchanged_in_the_middle_of_a_fit():
+    "A new layer in the same model computes in half precision, from the next batch on"
+    class Grow(Callback):
+        def before_batch(self):
+            if not self.training or self.train_iter!=2: return
+            self.model.head = nn.Linear(16,1)
+            self.dtypes = []
+            self.model.head.register_forward_hook(lambda m, args, out: self.dtypes.append(out.dtype))
+            self.learn.create_opt()
+    learn = fit(make(Learner, Learner.to_fp16_dynamic, n=6*16, cbs=[Grow()]), 1)
+    assert set(learn.grow.dtypes)=={torch.float16} and not any('forward' in m.__dict__ for m in learn.model.modules())
+    assert len(learn.mixed_precision.history)==6
+
+# --- callbacks that call the model
+
+def test_a_callback_that_calls_the_model_before_the_batch():
+    "An adversarial input, by the gradient at the input; dropout and statistics as in fp32"
+    class Adversarial(Callback):
+        order = 20
+        def before_batch(self):
+            if not self.training: return
+            x = self.xb[0].detach().requires_grad_()
+            grad, = torch.autograd.grad(self.learn.loss_func(self.model(x), *self.yb), x)
+            self.learn.xb = (self.xb[0]+0.05*grad.sign(),)
+    a,b = [fit(make(Learner, to, cbs=[Adversarial(), Outlier(5)]), 1) for to in (Learner.to_fp32, hot)]
+    same_training(a, b)
+    assert int(b.model.enc[1].num_batches_tracked)==30
+
+@pytest.mark.parametrize('event', ['after_pred','after_loss','before_backward','after_backward','after_step'])
+def test_a_callback_that_predicts_within_a_batch(event):
+    class Predicts(Callback):
+        def before_fit(self): self.preds = []
+        def see(self):
+            if not self.training: return
+            with torch.no_grad(): self.preds.append(self.model.eval()(*self.xb).float())
+            self.model.train()
+    setattr(Predicts, event, Predicts.see)
+    a,b = [fit(make(Learner, to, cbs=[Predicts(), Outlier(5)]), 1) for to in (Learner.to_fp32, hot)]
+    same_training(a, b)
+    assert len(b.predicts.preds)==len(a.predicts.preds)==15
+    torch.testing.assert_close(torch.stack(b.predicts.preds), torch.stack(a.predicts.preds), rtol=5e-2, atol=5e-3)
+
+# --- several optimizers
+
+class TwoSteps(Learner):
+    "The head first, then the body: two losses, two steps, one batch"
+    def _do_one_batch(self):
+        self.pred = self.model(*self.xb)
+        self('after_pred')
+        self.loss_grad = self.loss_func(self.pred, *self.yb)
+        self.loss = self.loss_grad.clone()
+        self('after_loss')
+        if not self.training: return
+        for part in (self.model.enc,self.model.head):
+            for m in (self.model.enc,self.model.head): m.requires_grad_(m is part)
+            self.pred = self.model(*self.xb)
+            self.loss_grad = self.loss_func(self.pred, *self.yb)*self.factor(part)
+            self._do_grad_opt()
+        self.model.requires_grad_(True)
+    by,at = 1.,None
+    def factor(self, part): return self.by if part is self.at and self.train_iter==3 else 1.
+
+class Counts(Callback):
+    def before_fit(self): self.steps,self.skips = 0,0
+    def after_step(self): self.steps += 1
+    def after_cancel_step(self): self.skips += 1
+
+def torchs(params, **kwargs):
+    from fastai.optimizer import OptimWrapper
+    return OptimWrapper(params, torch.optim.Adam, **kwargs)
+
+@pytest.mark.parametrize('opt_func', [SGD,momentum,AdamW16,torchs])
+def test_two_steps_in_a_batch(opt_func):
+    "The first one runs again where it overflows; the second one cannot, since weights are written: it is skipped, and told"
+    def run(to, which):
+        learn = make(TwoSteps, to, n=6*16, cbs=[Counts()], opt_func=opt_func)
+        learn.at,learn.by = getattr(learn.model, which),2.**22
+        return fit(learn, 1)
+    low = partial(Learner.to_fp16_dynamic, init_scale=2.**12)
+    assert run(Learner.to_fp32, 'enc').counts.steps==12
+    learn = run(low, 'enc')
+    assert learn.mixed_precision.n_skipped==0 and [i for i,n in enumerate(learn.mixed_precision.history.reruns) if n]==[6]
+    with pytest.warns(UserWarning, match='cannot run again'): learn = run(low, 'head')
+    assert learn.mixed_precision.history.skipped.tolist()==[i==7 for i in range(12)]
+    assert learn.counts.skips==1 and all(v.isfinite().all() for v in state(learn).values())
+
+def test_the_first_of_two_steps_is_taken_once():
+    "Where the second one overflows, nothing of the first one happens again"
+    norms = []
+    class Norms(Callback):
+        order = 12
+        def before_step(self): norms.append(self.mixed_precision.step_norm)
+    learn = make(TwoSteps, Learner.to_fp16_dynamic, n=6*16, cbs=[Counts(), Norms()], opt_func=SGD)
+    learn.at,learn.by = learn.model.head,2.**22
+    fit(learn, 1)
+    assert len(norms)==11 and learn.counts.steps==12 # fastai's `after_step` follows a cancelled step as well
+
+@pytest.mark.parametrize('kw', [dict(dynamic=False), dict(rerun=False)], ids=['static','no rerun'])
+def test_two_steps_in_a_batch_where_the_first_is_skipped(kw):
+    learn = make(TwoSteps, partial(Learner.to_fp16_dynamic, **kw), n=6*16, opt_func=SGD)
+    learn.at,learn.by = learn.model.enc,2.**22
+    fit(learn, 1)
+    assert learn.mixed_precision.history.skipped.tolist()==[i==6 for i in range(12)]
+
+@pytest.mark.parametrize('which', ['first','second'])
+def test_a_skipped_step_of_two_leaves_no_statistics(which):
+    "Infinite data in the forward pass of one of two steps"
+    class Inf(TwoSteps):
+        def factor(self, part): return 1.
+        def _do_one_batch(self):
+            bad = self.training and self.train_iter==3
+            self.pred = self.model(*self.xb) if not self.training else None
+            if not self.training:
+                self.loss = self.loss_func(self.pred, *self.yb)
+                return
+            for i in range(2):
+                x = self.xb[0]*float('inf') if bad and i==(which=='second') else self.xb[0]
+                self.pred = self.model(x)
+                self('after_pred')
+                self.loss_grad = self.loss_func(self.pred, *self.yb)
+                self.loss = self.loss_grad.clone()
+                self('after_loss')
+                self._do_grad_opt()
+    learn = fit(make(Inf, Learner.to_fp16_dynamic, n=6*16, opt_func=SGD), 1)
+    assert learn.mixed_precision.history.skipped.tolist()==[i==6+(which=='second') for i in range(12)]
+    assert all(v.isfinite().all() for v in state(learn).values()) and int(learn.model.enc[1].num_batches_tracked)==11
+
+# --- outside of fits
+
+def test_calls_outside_a_fit_are_fp32_and_leave_no_stand_ins():
+    learn = fit(make(Learner, hot, n=64), 1)
+    x = torch.randn(4,8)
+    learn.model.eval()
+    ref = Net().eval()
+    ref.load_state_dict(learn.model.state_dict())
+    assert torch.equal(learn.model(x), ref(x)) and torch.equal(learn.model.enc(x), ref.enc(x))
+    clean(learn)
+
+def test_predictions_of_parts_are_those_of_half_forward():
+    "What a program computes from parts of the model in a fit is what one forward pass in half precision computes"
+    class Compares(Callback):
+        def before_fit(self): self.same = []
+        def after_pred(self):
+            if not self.training: return
+            m = copy.deepcopy(self.model).eval()
+            self.model.eval()
+            with torch.no_grad():
+                parts = self.model.head(self.model.enc(*self.xb))
+                with half_forward(m): enc = m.enc(*self.xb)
+                with half_forward(m): ref = m.head(enc.float()).float()
+            self.model.train()
+            self.same.append(torch.equal(parts, ref))
+    learn = fit(make(Learner, Learner.to_fp16_dynamic, n=64, cbs=[Compares()]), 1)
+    assert learn.compares.same==[True]*4
+
+def test_accumulated_batches_of_a_program_with_two_model_calls():
+    a,b = [fit(make(RDrop, to, cbs=[GradientAccumulation(48), Outlier(5)]), 1) for to in (Learner.to_fp32, hot)]
+    assert len(b.mixed_precision.history)==5 and b.mixed_precision.n_skipped==0
+    torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=3e-2, atol=1e-5)
+    assert mse(b.model.eval()(torch.ones(2,8)), 0*torch.ones(2,1)).isfinite()

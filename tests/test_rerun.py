@@ -1,0 +1,868 @@
+"Trainings in which half precision overflows take fp32's steps and end where fp32 ends, and nobody notices that batches ran again"
+import logging,math,random,threading,warnings,weakref
+from collections import Counter,OrderedDict,defaultdict,deque
+import numpy as np
+import pytest,torch
+import torch.nn.functional as F
+from fastai.basics import (Callback,CrossEntropyLossFlat,DataLoader,DataLoaders,L,Learner,Recorder,SGD,nn,partial,set_seed)
+from fastai.callback.all import GradientAccumulation,GradientClip,MixUp,TerminateOnNaNCallback
+from fastai.callback.rnn import ModelResetter,rnn_cbs
+from fastai.optimizer import OptimWrapper
+from fastai.text.models.awdlstm import AWD_LSTM
+from fastai.text.models.core import LinearDecoder,SequentialRNN
+from fastai_amp16 import rerun
+from fastai_amp16.all import AdamW16,GradNorm,GradientNormClip,LossScale,SkippedSteps
+from common import Detour,Items,Poison,clean,equal,fit,learner,mlp,mse,state,weights
+
+pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
+fp32,fp16,bf16 = Learner.to_fp32,Learner.to_fp16_dynamic,Learner.to_bf16_dynamic
+hot = partial(fp16, init_scale=2.**24)
+momentum = partial(SGD, mom=0.9)
+
+class Passes:
+    "How often the model is called in training"
+    def __init__(self, model):
+        self.n = 0
+        model.register_forward_pre_hook(self.note)
+    def note(self, m, args): self.n += m.training
+
+class Outlier(Callback):
+    "The gradients of some batches are a million times as large as the others'"
+    order = 5
+    def __init__(self, *steps, by=1e6): self.steps,self.by = steps,by
+    def before_backward(self):
+        if self.iter in self.steps: self.learn.loss_grad = self.learn.loss_grad*self.by
+
+class Steps(Callback):
+    "What each optimizer step was, and the loss of each batch"
+    order = 80
+    def before_fit(self): self.rates,self.at,self.losses = [],[],[]
+    def after_step(self):
+        self.rates.append(self.opt.hypers[-1]['lr'])
+        self.at.append(self.iter)
+    def after_batch(self):
+        if self.training: self.losses.append(self.learn.loss.item())
+
+# --- as many steps as fp32, and where fp32 ends
+
+class Draws(nn.Module):
+    "Noise and stochastic depth, by all generators there are; remembers what was drawn"
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+        self.own,self.gen = random.Random(1),torch.Generator().manual_seed(1)
+    def forward(self, x):
+        if not self.training: return x
+        drawn = random.random(),float(np.random.rand()),float(np.random.randn()),float(torch.rand(())),self.own.random(),float(torch.rand((), generator=self.gen))
+        self.drawn.append(drawn)
+        return x*(0.9+0.2*sum(drawn)/6)
+
+class Big(nn.Module):
+    "Numbers of 1e6 in the forward pass"
+    def forward(self, x): return (x*1e6).relu()/1e6
+class Fills(nn.Module):
+    "Raises on half precision: the value does not fit"
+    def forward(self, x): return x.masked_fill(x<0, -1e9).clamp(min=0)
+class Refuses(nn.Module):
+    def forward(self, x):
+        if x.dtype==torch.float16: raise NotImplementedError('there is no kernel for Half')
+        return x.relu()
+class Plain(nn.Module):
+    def forward(self, x): return x.relu()
+
+def net(act, out=4):
+    return nn.Sequential(nn.Linear(8,32), nn.BatchNorm1d(32), act(), nn.Dropout(0.2), Draws(), nn.Linear(32,16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16,out))
+
+def classifier(make, to, cbs=(), n=15, k=1., opt_func=momentum, lr=0.05, n_valid=256):
+    set_seed(0, reproducible=True)
+    model = make()
+    x = torch.randn(16*n+n_valid, 8)
+    y = (x[:,0]*x[:,1]>0).long()*2+(x[:,2]>0).long()
+    items = Items(zip(x, y))
+    dls = DataLoaders(DataLoader(items[:16*n], bs=16, shuffle=True), DataLoader(items[16*n:], bs=n_valid))
+    loss = CrossEntropyLossFlat() if k==1. else Times(CrossEntropyLossFlat(), k)
+    return to(Learner(dls, model, loss, opt_func, lr=lr, cbs=[GradientNormClip(1.), Steps(), *cbs]))
+
+class Times:
+    def __init__(self, loss_func, k): self.loss_func,self.k = loss_func,k
+    def __call__(self, *args, **kwargs): return self.loss_func(*args, **kwargs)*self.k
+
+def same_training(a, b):
+    "Steps, learning rates, losses, validation loss, random numbers and statistics of `b` are those of the fp32 training `a`"
+    mp = b.mixed_precision
+    assert mp.n_skipped==0 and not mp.history.skipped.any() and len(mp.history)==len(a.steps.rates)
+    assert a.steps.rates==b.steps.rates and a.steps.at==b.steps.at and a.recorder.lrs==b.recorder.lrs and a.recorder.iters==b.recorder.iters
+    assert b.steps.losses==pytest.approx(a.steps.losses, rel=3e-2, abs=1e-4) and len(b.recorder.losses)==len(a.recorder.losses)
+    assert [v[-1] for v in b.recorder.values]==pytest.approx([v[-1] for v in a.recorder.values], rel=1e-2)
+    assert b.gradient_norm_clip.norms==pytest.approx(mp.history.grad_norm.tolist()) and len(a.gradient_norm_clip.norms)==len(b.gradient_norm_clip.norms)
+    for m,o in zip(a.model.modules(), b.model.modules()):
+        if isinstance(m, Draws): assert m.drawn==o.drawn and m.own.getstate()==o.own.getstate()
+        if isinstance(m, nn.BatchNorm1d):
+            assert torch.equal(m.num_batches_tracked, o.num_batches_tracked)
+            torch.testing.assert_close(o.running_var, m.running_var, rtol=2e-2, atol=1e-3)
+    clean(b)
+
+setups = {'plain':(lambda: [], 15), 'mixup':(lambda: [MixUp(0.4)], 15), 'accumulated':(lambda: [GradientAccumulation(32)], 30),
+          'both':(lambda: [MixUp(0.4), GradientAccumulation(48)], 45)}
+faults = {'scale':(Plain, hot, []), 'outliers':(Plain, fp16, [4,9,10]), 'large numbers':(Big, fp16, []), 'masked_fill':(Fills, fp16, []),
+          'raises':(Refuses, hot, [7]), 'all':(Big, hot, [3])}
+
+@pytest.mark.parametrize('fault', faults)
+@pytest.mark.parametrize('setup', setups)
+def test_ends_where_fp32_ends(fault, setup):
+    act,to,steps = faults[fault]
+    cbs,n = setups[setup]
+    def run(to): return fit(classifier(lambda: net(act), to, [*cbs(), Outlier(*steps)], n=n), 1)
+    set_seed(2)
+    a = run(fp32)
+    set_seed(2)
+    b = run(to)
+    same_training(a, b)
+    assert b.mixed_precision.n_rerun>0 and bool(b.mixed_precision.promoted)==(act is not Plain)
+
+def test_bf16_ends_where_fp32_ends():
+    "What only fp32 holds is none of bf16's faults; an operation that raises is"
+    class Raises(nn.Module):
+        def forward(self, x):
+            if x.dtype==torch.bfloat16: raise TypeError('Got unsupported ScalarType BFloat16')
+            return x.relu()
+    a,b = [fit(classifier(lambda: net(Raises), to, [Outlier(4)]), 1) for to in (fp32, bf16)]
+    mp = b.mixed_precision
+    assert mp.n_skipped==0 and len(mp.history)==15 and mp.history.reruns.tolist()==[1]+14*[0] and (mp.history.loss_scale==1).all() and mp.promoted==['2']
+    assert a.steps.rates==b.steps.rates and a.model[4].drawn==b.model[4].drawn
+    torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=0.1, atol=1e-2)
+
+def test_one_cycle_and_fine_tune_have_fp32s_schedule():
+    def run(to):
+        learn = classifier(lambda: net(Big), to, [Outlier(2)])
+        with learn.no_bar(), learn.no_logging():
+            learn.fit_one_cycle(1, 0.05)
+            learn.fine_tune(1, 0.02)
+        return learn
+    a,b = run(fp32),run(hot)
+    assert a.steps.rates==b.steps.rates and b.mixed_precision.n_skipped==0 and len(b.mixed_precision.history)==45
+    assert b.recorder.values[-1][-1]==pytest.approx(a.recorder.values[-1][-1], rel=3e-2) # three epochs with outliers
+
+def test_recurrent_networks_have_fp32s_hidden_states():
+    "AWD-LSTM carries its state from batch to batch; fastai's callbacks reset and regularize"
+    def run(to):
+        set_seed(0, reproducible=True)
+        x = torch.randint(0, 20, (16*8,12))
+        dls = DataLoaders(*[DataLoader(Items(zip(x, x.roll(-1, 1))), bs=16, drop_last=True) for _ in range(2)])
+        model = SequentialRNN(AWD_LSTM(20, 12, 16, 2), LinearDecoder(20, 12, 0.1))
+        loss = CrossEntropyLossFlat(axis=-1)
+        return fit(to(Learner(dls, model, loss, momentum, lr=0.1, cbs=[ModelResetter(), *rnn_cbs(1., 1.), GradientNormClip(1.), Outlier(3,6)])), 2)
+    a,b = run(fp32),run(hot)
+    assert b.mixed_precision.n_skipped==0 and (b.mixed_precision.history.reruns>0).sum()>=5
+    torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=1e-2, atol=1e-3)
+    assert b.recorder.values[-1][-1]==pytest.approx(a.recorder.values[-1][-1], rel=1e-2)
+
+# --- bit for bit what a training gives in which nothing overflows
+
+def bits(learn):
+    p = learn.mixed_precision.history
+    return [*weights(learn), *[torch.as_tensor(v) for o in learn.opt.state_dict()['state'] for v in o.values()], *learn.recorder.losses,
+            torch.tensor(p.grad_norm), torch.tensor(p.loss_scale)]
+
+@pytest.mark.parametrize('setup', setups)
+def test_a_scale_that_was_searched_for_leaves_no_trace(setup):
+    "Bit for bit the training that starts at the scale that was found"
+    cbs,n = setups[setup]
+    def run(scale):
+        set_seed(2)
+        return fit(classifier(lambda: net(Plain), partial(fp16, init_scale=scale), cbs(), n=n, opt_func=AdamW16, lr=1e-3), 1)
+    a = run(2.**24)
+    b = run(a.mixed_precision.history.loss_scale[0])
+    assert a.mixed_precision.n_rerun==a.mixed_precision.history.reruns[0]>0 and b.mixed_precision.n_rerun==0
+    assert equal(bits(a), bits(b)) and equal(state(a), state(b)) and a.model[4].drawn==b.model[4].drawn
+
+@pytest.mark.parametrize('setup', setups)
+@pytest.mark.parametrize('act', [Big,Fills])
+def test_a_fault_that_was_healed_leaves_no_trace(setup, act):
+    "Bit for bit the training that keeps in fp32 from the start what healing promoted"
+    cbs,n = setups[setup]
+    def run(**kwargs):
+        set_seed(2)
+        return fit(classifier(lambda: net(act), partial(fp16, **kwargs), cbs(), n=n, opt_func=AdamW16, lr=1e-3), 1)
+    a = run()
+    b = run(keep_fp32=a.mixed_precision.promoted)
+    assert a.mixed_precision.n_rerun==1 and b.mixed_precision.n_rerun==0
+    assert equal(bits(a), bits(b)) and equal(state(a), state(b)) and a.model[4].drawn==b.model[4].drawn
+
+def test_a_fault_in_the_middle_leaves_no_trace():
+    "In the seventh batch only; accumulated with the eighth, after the optimizer has a state"
+    class Sometimes(nn.Module):
+        n = 0
+        def forward(self, x):
+            self.n += self.training
+            return x*2.**20/2.**20 if self.training and self.n==7 else x
+    def run(**kwargs):
+        set_seed(2)
+        return fit(classifier(lambda: net(Sometimes), partial(fp16, **kwargs), [MixUp(0.4), GradientAccumulation(32)], n=20, opt_func=AdamW16, lr=1e-3), 1)
+    a,b = run(),run(keep_fp32='2')
+    assert a.mixed_precision.history.reruns.tolist()==[0,0,0,1,0,0,0,0,0,0] and a.model[2].n==b.model[2].n==20
+    assert a.mixed_precision.promoted==['2']
+    same = [torch.allclose(x.float(), y.float(), rtol=1e-2, atol=1e-3) for x,y in zip(bits(a), bits(b))] # `Sometimes` in fp32 does not round before the seventh
+    assert all(same) and a.model[4].drawn==b.model[4].drawn
+
+# --- the loss scale
+
+def test_2_to_the_24_where_2_to_the_13_fits():
+    "At most eight runs until it is found, none afterwards"
+    learn = classifier(lambda: net(Plain), hot, n=40, k=8., lr=1e-4)
+    passes = Passes(learn.model)
+    fit(learn, 1)
+    h = learn.mixed_precision.history
+    assert 2.**12<=h.loss_scale[0]<=2.**14 and h.reruns[0]<=7 and h.reruns[1:].sum()==0 and not h.skipped.any()
+    assert passes.n==40+h.reruns[0]+1 # and the look at the 16th step
+
+def test_a_scale_that_is_too_high_for_all_but_the_lowest_powers():
+    learn = fit(classifier(lambda: net(Plain), hot, k=2.**24, lr=1e-4), 1)
+    h = learn.mixed_precision.history
+    assert not h.skipped.any() and h.loss_scale[0]<2. and not learn.mixed_precision.promoted
+
+@pytest.mark.parametrize('by', [2.**3, 2.**12, 1e6])
+def test_after_an_outlier_the_scale_is_back_within_some_hundred_steps(by):
+    learn = fit(classifier(lambda: net(Plain), fp16, [Outlier(20, by=by)], n=300, k=8., lr=1e-4), 1)
+    h,before = learn.mixed_precision.history,2.**13
+    h = h.loss_scale.tolist()
+    assert before/2<=h[19]<=before*2 and h[20]<h[19] and not learn.mixed_precision.history.skipped.any()
+    back = next(i for i,s in enumerate(h) if i>20 and s==h[19])
+    assert back<=20+200 and all(b<=2*a for a,b in zip(h[20:], h[21:])) # step by step
+
+@pytest.mark.parametrize('cause', ['forward','backward','precision'])
+def test_the_scale_stays_where_no_scale_helps(cause):
+    "A forward overflow, infinite data, gradients that fp32 cannot hold"
+    model = nn.Sequential(nn.Linear(8,16), Detour(), nn.ReLU(), nn.Linear(16,1))
+    learn = fit(learner(model, n=20*16, cbs=Poison({0,3,7,8,15}, cause)).to_fp16_dynamic(), 1)
+    assert (learn.mixed_precision.history.loss_scale==2.**16).all() and learn.mixed_precision.scaler.get_scale()==2.**16
+    assert learn.mixed_precision.n_skipped==(0 if cause=='precision' else 5)
+
+def test_the_scale_stays_at_a_divergence():
+    learn = learner(n=20*16, opt_func=SGD, lr=1e30).to_fp16_dynamic()
+    fit(learn, 1)
+    h = learn.mixed_precision.history
+    assert h.skipped.sum()>=3 and learn.mixed_precision.scaler.get_scale()==h.loss_scale[~h.skipped].iloc[-1]
+
+# --- nobody notices
+
+class Sees(Callback):
+    "Remembers in all ways that callbacks have; what it sees in events of a batch"
+    def __init__(self, order): self.order = order
+    def before_fit(self):
+        self.n,self.counter,self.log,self.rows,self.hist = 0,Counter(),[],defaultdict(list),[0]*100
+        self.total,self.array,self.queue,self.stats = torch.zeros(1),np.zeros(3),deque(maxlen=4),{'mean':torch.zeros(1), 'n':0}
+        self.set,self.ordered,self.l,self.lazy,self.moved = set(),OrderedDict(),L(),None,None
+        self.rng,self.gen,self.np_rng,self.drawn = random.Random(0),torch.Generator().manual_seed(0),np.random.default_rng(0),[]
+    def note(self, event):
+        if not self.training: return
+        i = self.train_iter
+        self.n += 1
+        self.counter[event] += 1
+        self.counter.update(range(5000*(event=='after_pred')))
+        self.log.append((event,i))
+        self.rows[event].append(i)
+        self.hist[i] += 1
+        self.total += 1
+        self.array[0] += 1
+        self.queue.append((event,i))
+        self.stats['mean'] += 1
+        self.stats['n'] += 1
+        self.set.add((event,self.n))
+        self.ordered[event] = self.n
+        self.l.append(i)
+        self.lazy = torch.zeros(1) if self.lazy is None else self.lazy.add_(1)
+        self.moved = torch.full((1,), float(self.n))
+        self.drawn.append((self.rng.random(), torch.rand((), generator=self.gen).item(), self.np_rng.random()))
+    def after_pred(self): self.note('after_pred')
+    def after_loss(self): self.note('after_loss')
+    def before_backward(self): self.note('before_backward')
+    def after_backward(self): self.note('after_backward')
+    def before_step(self): self.note('before_step')
+    def after_step(self): self.note('after_step')
+    def after_batch(self): self.note('after_batch')
+
+    @property
+    def memory(self):
+        return dict(n=self.n, counter=dict(self.counter), log=self.log, rows=dict(self.rows), hist=self.hist, total=self.total.tolist(),
+            array=self.array.tolist(), queue=list(self.queue), mean=self.stats['mean'].tolist(), count=self.stats['n'], set=self.set,
+            ordered=dict(self.ordered), l=list(self.l), lazy=self.lazy.tolist(), moved=self.moved.tolist(), drawn=self.drawn)
+
+class Early(Sees): name = 'early'
+class Late(Sees): name = 'late'
+
+@pytest.mark.parametrize('setup', ['plain','both'])
+@pytest.mark.parametrize('fault', ['outliers','all'])
+def test_what_callbacks_remember_has_each_batch_once(setup, fault):
+    "Before us and after us, in each event of a batch"
+    act,to,steps = faults[fault]
+    cbs,n = setups[setup]
+    def run(to):
+        set_seed(2)
+        return fit(classifier(lambda: net(act), to, [*cbs(), Outlier(*steps), Early(-5), Late(60)], n=n), 1)
+    a,b = run(fp32),run(to)
+    assert b.mixed_precision.n_rerun>2
+    for k,v in a.early.memory.items(): assert b.early.memory[k]==v, k
+    for k,v in a.late.memory.items(): assert b.late.memory[k]==v, k
+
+@pytest.mark.parametrize('order', [-20,3,9,11,70])
+def test_callbacks_see_loss_prediction_and_gradient_of_the_run_that_counts(order):
+    "The last that each event sees of a batch is what the step was made of, and finite"
+    class See(Callback):
+        def before_fit(self): self.preds,self.losses,self.grads = {},{},{}
+        def after_pred(self):
+            if self.training: self.preds[self.iter] = self.pred.detach().clone()
+        def after_loss(self):
+            if self.training: self.losses[self.iter] = self.learn.loss.item()
+        def before_step(self): self.grads[self.iter] = [p.grad.clone() for p in self.model.parameters()]
+        def after_batch(self):
+            if self.training: assert torch.equal(self.pred.detach(), self.preds[self.iter]) and self.losses[self.iter]==self.learn.loss.item()
+    See.order = order
+    a,b = [fit(classifier(lambda: net(Big), to, [See(), Outlier(4)]), 1) for to in (fp32, hot)]
+    assert list(b.see.losses.values())==b.steps.losses==pytest.approx(a.steps.losses, rel=3e-2)
+    assert all(o.isfinite().all() for o in b.see.preds.values()) and len(b.see.preds)==len(b.see.grads)==15
+    if order<10: return
+    for i in range(15):
+        for g,h in zip(a.see.grads[i], b.see.grads[i]): assert F.cosine_similarity(g.flatten(), h.flatten(), 0)>0.98 or g.norm()<1e-4
+
+def test_the_recorder_sees_each_batch_once():
+    a,b = [fit(classifier(lambda: net(Big), to, [Outlier(4), GradientAccumulation(32)]), 2) for to in (fp32, hot)]
+    ra,rb = a.recorder,b.recorder
+    assert rb.smooth_loss.count==ra.smooth_loss.count==30 and len(rb.losses)==30 and rb.iters==ra.iters and rb.lrs==ra.lrs
+    assert rb.values[-1][0]==pytest.approx(ra.values[-1][0], rel=2e-2) and all(o.isfinite() for o in rb.losses)
+
+def test_terminate_on_nan_ends_only_where_fp32_ends():
+    def run(to, bad): return fit(classifier(lambda: net(Big), to, [TerminateOnNaNCallback(), Poison(bad, 'forward'), Outlier(4)]), 1)
+    for bad in ((), {6}):
+        a,b = run(fp32, bad),run(hot, bad)
+        assert len(a.recorder.losses)==len(b.recorder.losses)
+        assert len(b.recorder.losses)==15 or bad
+
+def test_lr_find_sees_each_batch_once(tmp_path):
+    "As many batches, at the same rates, the same losses; the scale and the promotions that it found stay, the weights do not"
+    def run(to):
+        learn = classifier(lambda: net(Big), to, n=30, opt_func=AdamW16)
+        learn.path,before = tmp_path,weights(learn)
+        with learn.no_bar(), learn.no_logging(): learn.lr_find(num_it=40, stop_div=False, show_plot=False)
+        assert equal(weights(learn), before)
+        return learn
+    a,b = run(fp32),run(hot)
+    assert a.recorder.lrs==b.recorder.lrs and len(a.recorder.losses)==len(b.recorder.losses)
+    k = 25 # from there on it diverges
+    torch.testing.assert_close(torch.stack(b.recorder.losses[:k]), torch.stack(a.recorder.losses[:k]), rtol=3e-2, atol=1e-3)
+    assert b.mixed_precision.promoted==['2'] and b.mixed_precision.scaler.get_scale()<2.**24
+    n = b.mixed_precision.n_rerun
+    fit(b, 1)
+    assert b.mixed_precision.n_rerun==n
+
+@pytest.mark.parametrize('clip', [GradientNormClip,GradientClip])
+def test_clipping_sees_the_true_gradient_of_the_run_that_counts(clip):
+    class Norms(Callback):
+        order = 12
+        def before_fit(self): self.seen = []
+        def before_step(self): self.seen.append(torch.stack([p.grad.norm() for p in self.model.parameters()]).norm().item())
+    def run(to): return fit(to(learner(mlp, n=15*16, shuffle=False, opt_func=momentum, cbs=[clip(0.05), Norms(), Outlier(4)])), 1)
+    a,b = run(fp32),run(hot)
+    assert len(b.norms.seen)==15 and b.norms.seen==pytest.approx(a.norms.seen, rel=2e-2) and max(b.norms.seen)<0.0501
+
+# --- what modules remember
+
+class Remembers(nn.Module):
+    "In all ways that modules have"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(16,16)
+        self.register_buffer('mean', torch.zeros(16))
+        self.register_buffer('replaced', torch.zeros(16))
+        self.register_buffer('count', torch.zeros((), dtype=torch.long))
+        self.register_buffer('large', torch.zeros(70000))
+        self.register_buffer('mask', torch.ones(1).expand(16)) # cannot be written
+        self.h,self.n,self.log,self.hist,self.last,self.mem,self.pair = None,0,[],[0]*100,deque(maxlen=3),{'mean':torch.zeros(16), 'n':0},(0.,0)
+        self.late,self.ring = None,[torch.zeros(16) for _ in range(3)]
+    def forward(self, x):
+        x = self.lin(x)*self.mask
+        if self.training:
+            m = x.detach().float().mean(0)
+            self.mean.lerp_(m, 0.1)
+            self.replaced = self.replaced*0.9+m*0.1
+            self.count += 1
+            self.large[:16] += m
+            self.h = m if self.h is None else 0.5*self.h+0.5*m
+            self.n += 1
+            self.log.append(self.n)
+            self.hist[self.n%100] += 1
+            self.last.append(self.n)
+            self.mem['mean'].lerp_(m, 0.1)
+            self.mem['n'] += 1
+            self.pair = self.pair[0]+0.5,self.pair[1]+1
+            if self.n>=6: self.late = torch.zeros(1) if self.late is None else self.late.add_(1)
+            self.ring[self.n%3].add_(m)
+        return x+0.01*self.mean
+    @property
+    def memory(self):
+        return dict(count=self.count.item(), n=self.n, log=self.log, hist=self.hist, last=list(self.last), mem=self.mem['n'], pair=self.pair, late=self.late.tolist())
+    @property
+    def means(self): return [self.mean, self.replaced, self.large, self.h, self.mem['mean'], *self.ring]
+
+@pytest.mark.parametrize('setup', ['plain','both'])
+@pytest.mark.parametrize('fault', ['scale','outliers','all'])
+def test_what_modules_remember_has_each_batch_once(setup, fault):
+    act,to,steps = faults[fault]
+    cbs,n = setups[setup]
+    def run(to):
+        set_seed(2)
+        def make(): return nn.Sequential(nn.Linear(8,16), act(), Remembers(), nn.BatchNorm1d(16), nn.Linear(16,4))
+        return fit(classifier(make, to, [*cbs(), Outlier(*steps)], n=n), 1)
+    a,b = run(fp32),run(to)
+    assert b.mixed_precision.n_skipped==0 and b.mixed_precision.n_rerun>2
+    assert a.model[2].memory==b.model[2].memory and torch.equal(a.model[3].num_batches_tracked, b.model[3].num_batches_tracked)
+    for v,w in zip(a.model[2].means, b.model[2].means): torch.testing.assert_close(w, v, rtol=2e-2, atol=2e-3)
+
+def test_what_a_loss_function_remembers_has_each_batch_once():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer('mean', torch.zeros(1))
+            self.n = 0
+        def forward(self, p, t):
+            self.n += self.training
+            if p.requires_grad: self.mean.lerp_((p-t).detach().mean(0), 0.1)
+            return mse(p-0.1*self.mean, t)
+    def run(to): return fit(to(learner(n=15*16, loss_func=Loss(), opt_func=momentum, cbs=[GradientNormClip(1.), Outlier(4)])), 1)
+    a,b = run(fp32),run(hot)
+    assert a.loss_func.n==b.loss_func.n
+    torch.testing.assert_close(b.loss_func.mean, a.loss_func.mean, rtol=2e-2, atol=1e-4)
+
+def test_inputs_that_are_written_in_place_are_what_they_were():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.m = mlp()
+        def forward(self, x):
+            x.mul_(2).add_(1)
+            return self.m(x)
+    class Writing(Callback):
+        "Targets, too, and from the fourth batch on"
+        def after_backward(self):
+            if self.iter>=3: self.yb[0].mul_(0.5)
+    def run(to): return fit(to(learner(Writes, n=15*16, opt_func=momentum, cbs=[GradientNormClip(1.), Writing(), Outlier(5,9)])), 1)
+    a,b = run(fp32),run(hot)
+    assert b.mixed_precision.n_skipped==0 and len(b.mixed_precision.history)==15
+    torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=1e-2, atol=1e-4)
+
+# --- a learner's own way with a batch
+
+class Locked(Learner):
+    "Two calls of the model, one of parts, its own losses, locals that it uses after the step, a lock that is not to be taken twice"
+    def _do_one_batch(self):
+        with self.lock:
+            self.calls.append('begin')
+            self.pred = self.model(*self.xb)
+            self('after_pred')
+            first = self.loss_func(self.pred, *self.yb)
+            h = self.xb[0]
+            for m in self.model: h = m(h)
+            loss = (first+self.loss_func(h, *self.yb)+self.loss_func(self.model(*self.xb), *self.yb))/3
+            self.loss_grad,self.loss = loss,loss.detach().clone()
+            self('after_loss')
+            if not self.training: return
+            before = [p.detach().clone() for p in self.model.parameters()]
+            self._do_grad_opt()
+            self.moved.append(math.sqrt(sum((p.detach()-q).square().sum().item() for p,q in zip(self.model.parameters(), before))))
+            self.local.append(loss.item())
+            self.calls.append('end')
+            self.count += 1
+
+def locked(to, **kwargs):
+    learn = learner(n=15*16, opt_func=momentum, shuffle=False, cbs=[GradientNormClip(1.), Steps(), Outlier(4)])
+    learn.__class__ = Locked
+    learn.lock,learn.calls,learn.local,learn.moved,learn.count = threading.Lock(),World(),[],[],0
+    return to(learn)
+
+class World(list):
+    "Something in the world outside: not put back, since it is no plain list"
+
+def test_a_learners_own_method_runs_again_as_it_is():
+    a,b = [fit(locked(to), 1) for to in (fp32, hot)]
+    assert b.mixed_precision.n_skipped==0 and a.steps.rates==b.steps.rates and b.count==a.count==15
+    assert not b.lock.locked()
+    torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=1e-2, atol=1e-4)
+    assert b.local==b.steps.losses and b.moved==pytest.approx(a.moved, rel=2e-2, abs=1e-5)
+    assert int(b.model[1].num_batches_tracked)==45
+
+def test_the_attempt_that_counts_is_one_uninterrupted_call():
+    learn = fit(locked(hot), 1)
+    calls,n = list(learn.calls),learn.mixed_precision.n_rerun
+    assert calls.count('end')==15 and calls.count('begin')>=15+n
+    for i,c in enumerate(calls):
+        if c=='end': assert calls[i-1]=='begin'
+
+# --- accumulated gradients
+
+@pytest.mark.parametrize('at', [6,7,8])
+def test_a_micro_batch_whose_loss_is_not_finite_in_half_precision(at):
+    "The first, the second or the third of three; all since the last step run again, as in fp32"
+    class Sometimes(nn.Module):
+        n = 0
+        def forward(self, x):
+            self.n += self.training
+            return x*2.**20/2.**20 if self.n==at+1 else x
+    def run(to): return fit(classifier(lambda: net(Sometimes), to, [MixUp(0.4), GradientAccumulation(48)], n=18), 1)
+    a,b = run(fp32),run(fp16)
+    same_training(a, b)
+    assert b.mixed_precision.history.reruns.tolist()==[0,0,1,0,0,0] and b.model[2].n==18
+
+@pytest.mark.parametrize('at', [6,8])
+def test_a_micro_batch_that_fp32_cannot_hold_either(at):
+    "The step is skipped with all its batches, once; the others are taken"
+    learn = classifier(lambda: net(Plain), fp16, [GradientAccumulation(48), Poison({at}, 'forward'), Early(-5)], n=18)
+    seen = []
+    class See(Callback):
+        order = 90
+        def after_batch(self):
+            if self.training: seen.append((equal(weights(self.learn), self.before), int(self.model[1].num_batches_tracked)))
+        def before_batch(self): self.before = weights(self.learn)
+    learn.add_cb(See())
+    fit(learn, 1)
+    assert learn.mixed_precision.history.skipped.tolist()==[False,False,True,False,False,False]
+    assert [i for i,(same,_) in enumerate(seen) if not same]==[2,5,11,14,17]
+    assert seen[8][1]==seen[5][1]==6 and seen[17][1]==15 and learn.early.rows['after_pred']==list(range(18))
+    assert all(v.isfinite().all() for v in state(learn).values())
+
+def test_a_validation_amid_accumulated_gradients_leaves_them():
+    "Also one whose batches run again: three batches an epoch, two a step"
+    class Only(nn.Module):
+        def forward(self, x): return x if self.training else x*2.**20/2.**20
+    def run(to): return fit(classifier(lambda: net(Only), to, [GradientAccumulation(32)], n=3), 4)
+    a,b = run(fp32),run(fp16)
+    same_training(a, b)
+    assert b.mixed_precision.promoted==['2'] and b.gradient_norm_clip.norms==pytest.approx(a.gradient_norm_clip.norms, rel=2e-2)
+
+def test_what_is_kept_of_accumulated_batches_is_bounded(monkeypatch):
+    "Beyond the bound nothing is held, an overflow is skipped, and it is said"
+    monkeypatch.setattr(rerun, '_most_bytes', 4*16*(8*4+8)) # inputs and targets of four batches
+    refs,held = [],[]
+    class See(Callback):
+        def before_batch(self):
+            if not self.training: return
+            refs.append(weakref.ref(self.xb[0]))
+            held.append(sum(r() is not None for r in refs))
+    def run(steps):
+        refs.clear(), held.clear()
+        learn = classifier(lambda: net(Plain), fp16, [GradientAccumulation(8*16), See(), Outlier(*steps)], n=24)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            fit(learn, 1)
+        return learn.mixed_precision.history,[str(w.message) for w in said if 'accumulated' in str(w.message)]
+    history,said = run([3]) # the fourth of the eight: not yet beyond the bound, but the step comes later
+    assert history.skipped.tolist()==[True,False,False] and len(said)==1
+    assert max(held)<=6
+    history,said = run([])
+    assert not history.skipped.any() and not said
+
+def test_within_the_bound_all_accumulated_batches_run_again():
+    learn = classifier(lambda: net(Plain), fp16, [GradientAccumulation(8*16), Outlier(3,8)], n=24)
+    passes = Passes(learn.model)
+    fit(learn, 1)
+    h = learn.mixed_precision.history
+    assert not h.skipped.any() and h.reruns[0]>0 and passes.n>=24+8*h.reruns.sum()
+
+# --- what is skipped, and what is not
+
+class Around(Callback):
+    "Did a batch leave a trace in weights, statistics, or the optimizer?"
+    order = 95
+    def before_fit(self): self.traces = []
+    def all(self): return [*state(self.learn).values(), *[torch.as_tensor(v).clone() for o in self.opt.state_dict()['state'] for v in o.values()]]
+    def before_batch(self):
+        if self.training: self.before = self.all()
+    def after_batch(self):
+        now = self.training and self.all()
+        if now: self.traces.append(len(now)!=len(self.before) or not equal(now, self.before))
+
+@pytest.mark.parametrize('kw,cause,skipped', [
+    (dict(dynamic=False), 'outlier', True), (dict(rerun=False), 'outlier', True), (dict(on_spiral='warn'), 'outlier', False), (dict(), 'outlier', False),
+    (dict(dynamic=False), 'precision', False), (dict(rerun=False), 'precision', True), (dict(on_spiral='warn'), 'precision', True), (dict(), 'precision', False),
+    (dict(dynamic=False), 'forward', True), (dict(rerun=False), 'forward', True), (dict(on_spiral='warn'), 'backward', True), (dict(), 'backward', True)])
+def test_steps_are_skipped_only_where_the_settings_say_so(kw, cause, skipped):
+    model = nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), Detour(), nn.ReLU(), nn.Linear(16,1))
+    cb = Outlier(1,4) if cause=='outlier' else Poison({1,4}, cause)
+    learn = fit(learner(model, n=8*16, opt_func=AdamW16, cbs=[GradientNormClip(1.), cb, Around()]).to_fp16_dynamic(**kw), 1)
+    mp = learn.mixed_precision
+    assert mp.history.skipped.tolist()==[skipped and i in (1,4) for i in range(8)] and mp.n_skipped==2*skipped
+    assert learn.around.traces==[not (skipped and i in (1,4)) for i in range(8)]
+    if 'rerun' in kw: assert mp.n_rerun==0
+
+@pytest.mark.parametrize('opt_func', [SGD, partial(OptimWrapper, opt=torch.optim.SGD)])
+def test_weights_that_are_written_within_a_batch_are_written_once(opt_func):
+    "A step that is no event of fastai's; the batch cannot run again, which is said"
+    class Inside(Learner):
+        def _do_one_batch(self):
+            if self.training:
+                self.model(*self.xb).square().mean().mul(0.01).backward()
+                self.steps_inside += 1
+                self.opt.step()
+                self.opt.zero_grad()
+            super()._do_one_batch()
+    learn = learner(n=8*16, opt_func=opt_func, cbs=[GradientNormClip(1.), Outlier(4)])
+    learn.__class__,learn.steps_inside = Inside,0
+    with pytest.warns(UserWarning, match='cannot run again'): fit(learn.to_fp16_dynamic(), 1)
+    assert learn.mixed_precision.history.skipped.tolist()==[i==4 for i in range(8)] and learn.steps_inside==8
+
+def test_writes_that_reach_some_weights_only_are_seen():
+    "fastai's optimizers write to `p.data`, which no counter of torch's tells; here of all weights but the smallest"
+    class Inside(Learner):
+        def _do_one_batch(self):
+            if self.training: self.model[0].weight.data.mul_(0.9)
+            super()._do_one_batch()
+    def run(to):
+        learn = learner(n=8*16, opt_func=SGD, lr=0., cbs=[Outlier(4)])
+        learn.__class__ = Inside
+        return fit(to(learn), 1)
+    a,b = run(fp32),run(fp16)
+    assert torch.allclose(a.model[0].weight, b.model[0].weight) # and not 0.9 times as many as there were runs
+
+@pytest.mark.parametrize('cause', ['forward','backward'])
+@pytest.mark.parametrize('at', [{0,3,6,9,12,15}, {2,7,11,15,20,27}, {0,1,14,15,28,29}], ids=str)
+def test_six_bad_batches_of_thirty_cost_at_most_twelve_forward_passes(cause, at):
+    learn = learner(n=30*16, cbs=Poison(at, cause)).to_fp16_dynamic()
+    passes = Passes(learn.model)
+    fit(learn, 1)
+    assert learn.mixed_precision.n_skipped==6 and passes.n-30<=12
+    assert [i for i,s in enumerate(learn.mixed_precision.history.skipped) if s]==sorted(at)
+
+def test_six_faults_of_thirty_that_are_left_unmended_cost_at_most_twelve_forward_passes():
+    model = nn.Sequential(nn.Linear(8,16), Detour(), nn.ReLU(), nn.Linear(16,1))
+    learn = learner(model, n=30*16, cbs=Poison({2,7,11,15,20,27}, 'precision')).to_fp16_dynamic(on_spiral='warn')
+    passes = Passes(learn.model)
+    fit(learn, 1)
+    assert learn.mixed_precision.n_skipped==6 and passes.n-30<=12
+
+def test_bad_batches_are_looked_into_less_and_less_often():
+    "Every other one of two hundred is bad: next to one run each, and a handful of reports"
+    learn = learner(n=200*16, cbs=Poison(set(range(0, 200, 2)), 'forward')).to_fp16_dynamic()
+    passes = Passes(learn.model)
+    fit(learn, 1)
+    assert learn.mixed_precision.n_skipped==100 and passes.n<=200+115 and 1<=len(learn.mixed_precision.reports)<=4
+
+# --- the end of a fit
+
+def ends(learn, match, n=1):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        fit(learn, n)
+    res = [str(w.message) for w in said if 'stopped' in str(w.message)]
+    assert len(res)==1 and all(o in res[0] for o in match), res
+    return learn.mixed_precision
+
+@pytest.mark.parametrize('patience', [1,3,4])
+def test_patience_ends_the_fit_and_says_so(patience):
+    "At which step of how many, why, and what the weights are; these are those of the last step that was taken"
+    kept = []
+    class Keep(Callback):
+        def before_batch(self):
+            if self.training and self.train_iter==6: kept[:] = weights(self.learn)
+    learn = learner(n=20*16, cbs=[Poison({2,*range(6, 20)}, 'backward'), Keep()]).to_fp16_dynamic(patience=patience)
+    bad = min(patience, 3) if patience==1 else patience
+    at = 3 if patience==1 else 6+bad
+    mp = ends(learn, [f'step {at} of 20', 'fp16 nor fp32', f'last {bad} batch' if bad>1 else 'last', 'weights are'])
+    assert len(mp.history)==at
+    if patience>1: assert equal(weights(learn), kept)
+
+def test_bad_batches_with_good_ones_between_do_not_end_the_fit():
+    learn = fit(learner(n=30*16, cbs=Poison(set(range(30))-set(range(2, 30, 3)), 'backward')).to_fp16_dynamic(), 1)
+    assert len(learn.mixed_precision.history)==30 and learn.mixed_precision.n_skipped==20
+
+def test_the_steps_of_accumulated_batches_are_counted_as_such():
+    learn = learner(n=20*16, cbs=[GradientAccumulation(32), Poison(set(range(8, 20)), 'backward')]).to_fp16_dynamic()
+    ends(learn, ['step 7 of 10'])
+
+def test_a_divergence_ends_the_fit_and_says_that_it_ended():
+    mp = ends(learner(n=40*16, opt_func=SGD, lr=1e25).to_fp16_dynamic(), ['step', 'of 40', 'divergence', 'weights are'])
+    assert 3<=len(mp.history)<40 and mp.history.skipped[-3:].all()
+
+def test_in_the_second_epoch_the_steps_of_the_fit_are_counted():
+    class Bad(Callback):
+        order = 5
+        def before_backward(self):
+            if self.epoch==1 and self.train_iter>=4: self.learn.loss_grad = self.learn.loss_grad*1e30
+    learn = learner(n=10*16, cbs=Bad()).to_fp16_dynamic()
+    fit(learn, 0)
+    ends(learn, ['step 17 of 20'], 2)
+
+# --- validation and prediction
+
+@pytest.mark.parametrize('to', [fp16,bf16], ids=['fp16','bf16'])
+def test_validation_and_predictions_run_again(to):
+    "A part overflows outside training only, or raises there; predictions are fp32's"
+    kind = torch.float16 if to is fp16 else torch.bfloat16
+    class Only(nn.Module):
+        def forward(self, x):
+            if not self.training and x.dtype==kind: raise RuntimeError('not implemented for this dtype')
+            return x
+    class Large(nn.Module):
+        def forward(self, x): return x if self.training else x*1e39*1e-39 if kind==torch.bfloat16 else x*1e6/1e6
+    for act in (Only,) if to is bf16 else (Only,Large):
+        a,b = [fit(classifier(lambda: net(act), t, n=3), 1) for t in (fp32, to)]
+        with b.no_bar(), b.no_logging():
+            preds,targs = b.get_preds()
+            loss, = b.validate()
+        assert preds.isfinite().all() and preds.shape==(256,4) and b.mixed_precision.n_skipped==0
+        torch.testing.assert_close(preds, preds_of(a), rtol=5e-2, atol=5e-2)
+        assert math.isfinite(loss) and b.recorder.values[-1][-1]==pytest.approx(a.recorder.values[-1][-1], rel=2e-2)
+        clean(b)
+
+def preds_of(learn):
+    with learn.no_bar(), learn.no_logging(): return learn.get_preds()[0]
+
+def test_metrics_see_each_validation_batch_once():
+    class Only(nn.Module):
+        def forward(self, x): return x if self.training else x*1e6/1e6
+    seen = []
+    def metric(p, t):
+        seen.append(len(p))
+        return p.isfinite().float().mean()
+    learn = classifier(lambda: net(Only), fp16, n=3, n_valid=64)
+    learn.dls.loaders[1].bs = 16
+    learn.metrics = [metric]
+    learn = fit(learn, 1)
+    assert seen==[16]*4 and learn.recorder.values[-1][-1]==1.
+
+# --- history, plot and metrics
+
+def test_history_plot_and_metrics_tell_of_reruns_and_skips():
+    learn = learner(n=15*16, metrics=[LossScale(), SkippedSteps(), GradNorm()], opt_func=momentum, cbs=[GradientNormClip(1.), Outlier(4), Poison({8}, 'forward')]).to_fp16_dynamic()
+    fit(learn, 1)
+    mp,h = learn.mixed_precision,learn.mixed_precision.history
+    assert list(h.columns)==['step','loss_scale','reruns','skipped','grad_norm'] and len(h)==15
+    assert mp.n_rerun==h.reruns.sum() and mp.n_skipped==h.skipped.sum()==1 and h.skipped[8] and math.isnan(h.grad_norm[8]) and h.reruns[4]>0
+    scale,skips,norm = learn.recorder.values[-1][-3:]
+    assert scale==mp.scaler.get_scale() and skips==1 and norm==pytest.approx(h.grad_norm[~h.skipped].mean())
+    mp.plot()
+    import matplotlib.pyplot as plt
+    labels = [t.get_text() for ax in plt.gcf().axes if ax.get_legend() for t in ax.get_legend().get_texts()]
+    plt.close('all')
+    assert any('again' in o for o in labels) and any('skipped' in o for o in labels)
+
+def test_skipped_is_a_bool_of_the_present_step():
+    seen = []
+    class See(Callback):
+        def after_batch(self):
+            if self.training: seen.append(self.mixed_precision.skipped)
+    fit(learner(n=8*16, cbs=[Poison({3}, 'forward'), Outlier(5), See()]).to_fp16_dynamic(), 1)
+    assert seen==[i==3 for i in range(8)] and all(type(o) is bool for o in seen)
+
+# --- while nothing overflows
+
+@pytest.mark.parametrize('acc', [1,2])
+def test_while_nothing_overflows_no_batch_runs_again(acc):
+    "Over 600 steps: two forward passes besides the batches' own, and nothing that they do is noticed"
+    def run(to): return classifier(lambda: net(Plain), to, [GradientAccumulation(16*acc), Early(-5)], n=600*acc if acc==1 else 80, lr=1e-3)
+    a,b = run(fp32),run(fp16)
+    passes = Passes(b.model)
+    fit(a, 1), fit(b, 1)
+    n = 600 if acc==1 else 80
+    assert passes.n-n<=math.ceil(n/acc/256) and b.mixed_precision.n_rerun==0 and not b.mixed_precision.reports
+    assert b.early.rows==a.early.rows and a.model[4].drawn==b.model[4].drawn and int(b.model[1].num_batches_tracked)==n
+
+# --- defects of before
+
+def test_what_a_later_callback_makes_of_a_batch_is_in_all_runs():
+    "Inputs times 1e6 by a callback of order 60: healed at once, and trained as in fp32"
+    class Units(Callback):
+        order = 60
+        def before_batch(self): self.learn.xb = (self.xb[0]*1e6+torch.rand(1),)
+    def run(to):
+        def make(): return nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16,4))
+        return fit(classifier(make, to, [Units()]), 1)
+    a,b = run(fp32),run(fp16)
+    same_training(a, b)
+    assert b.mixed_precision.history.reruns.tolist()==[1]+14*[0] and '0' in b.mixed_precision.promoted
+
+def test_patience_of_one_sees_the_same_dropout():
+    def run(to): return fit(classifier(lambda: net(Big), to, [Outlier(4)]), 1)
+    same_training(run(fp32), run(partial(fp16, patience=1)))
+
+def test_loggers_and_large_arrays_are_left_alone():
+    "Another thread sets a logger's level while a batch runs again; an array of 80 MB is not copied"
+    import tracemalloc
+    class Logs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.logger,self.table,self.calls,self.m = logging.getLogger('ours'),np.zeros(10**7),World(),mlp()
+        def forward(self, x):
+            self.calls.append(1)
+            if len(self.calls)==7:
+                t = threading.Thread(target=lambda: (self.logger.setLevel(17), self.logger.handlers.append('handler')))
+                t.start()
+                t.join()
+            return self.m(x)
+    learn = learner(Logs, n=10*16, cbs=[GradientNormClip(1.), Outlier(5)]).to_fp16_dynamic()
+    learn.model.logger.setLevel(30)
+    tracemalloc.start()
+    fit(learn, 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    try: assert learn.model.logger.level==17 and learn.model.logger.handlers==['handler'] and learn.mixed_precision.n_rerun>=3
+    finally: learn.model.logger.handlers.clear()
+    assert peak<4e7
+
+exceptions = [RuntimeError,ValueError,TypeError,ZeroDivisionError,NotImplementedError,KeyError,IndexError,AssertionError,StopIteration,OSError,AttributeError,torch.OutOfMemoryError]
+
+@pytest.mark.parametrize('ex', exceptions)
+@pytest.mark.parametrize('where', ['model','after_loss','after_step'])
+def test_an_exception_comes_through_unchanged_after_one_more_run_at_most(ex, where):
+    "As fp32 raises it; what half precision cannot have caused, after none"
+    class Raises(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.m,self.runs = mlp(),World()
+        def forward(self, x):
+            if self.training: self.runs.append(1)
+            if where=='model' and self.training and learn.train_iter==2: raise ex('from the user')
+            return self.m(x)
+    class Boom(Callback):
+        def boom(self):
+            if self.training and self.train_iter==2: raise ex('from the user')
+    if where!='model': setattr(Boom, where, Boom.boom)
+    res = []
+    for to in (fp32, fp16):
+        learn = to(learner(Raises, cbs=Boom()))
+        try: fit(learn, 1)
+        except Exception as e: res.append((type(e),str(e),len(learn.model.runs)))
+        else: res.append((None,'',len(learn.model.runs))) # fastai ends an epoch at a StopIteration of a callback
+        clean(learn)
+    (*a,n),(*b,m) = res
+    may = issubclass(ex, (RuntimeError,ValueError,TypeError,ArithmeticError)) and ex is not torch.OutOfMemoryError and where!='after_step'
+    assert a==b and m-n<=may
+
+def test_an_exception_that_fp32_does_not_raise_and_nothing_mends_comes_through():
+    "The first call of it raises, whatever the precision: the user's own fault, which another run hides"
+    class Once(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.m,self.runs = mlp(),World()
+        def forward(self, x):
+            self.runs.append(1)
+            if len(self.runs)==3: raise RuntimeError('connection lost')
+            return self.m(x)
+    learn = learner(Once).to_fp16_dynamic()
+    with pytest.raises(RuntimeError, match='connection lost'): fit(learn, 1)
+    assert not learn.mixed_precision.promoted
+
+# --- silent overflows
+
+def test_silent_overflows_are_mended_within_the_step_that_sees_them():
+    "A variance that is inf makes zeros of all: in half precision nothing is learned, and nothing tells but the predictions"
+    class Divides(nn.Module):
+        def forward(self, x): return x/(x.var(0)+1e-3).sqrt()
+    def run(to):
+        def make():
+            model = nn.Sequential(nn.Linear(8,16), Detour(), nn.Linear(16,16), Divides(), nn.ReLU(), nn.Linear(16,4))
+            with torch.no_grad(): model[2].weight.mul_(2e3)
+            return model
+        return fit(classifier(make, to, n=40), 1)
+    a,b = run(fp32),run(fp16)
+    mp = b.mixed_precision
+    assert mp.n_skipped==0 and len(mp.history)==40 and mp.promoted and mp.history.reruns[15]>0 and mp.history.reruns[16:].sum()==0
+    assert a.steps.rates==b.steps.rates

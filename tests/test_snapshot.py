@@ -1,0 +1,522 @@
+"What a batch may change is noted, and put back before it runs again: statistics, hidden states, counters, random numbers, inputs"
+import copy,gc,logging,math,random,threading,tracemalloc,weakref
+from collections import Counter,OrderedDict,defaultdict,deque
+from types import SimpleNamespace
+import numpy as np
+import pytest,torch
+from fastai.basics import Callback,L,Learner,nn
+from fastai.callback.training import GradientAccumulation
+from torch.autograd.profiler import profile
+import fastai_amp16.learner # noqa: F401 (it gives `Learner` its methods)
+from fastai_amp16.snapshot import ModelState,RandomState,noted
+from common import Detour,Poison,equal,fit,learner,mlp,mse,plain_mlp,state
+
+pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
+
+class Loud(Callback):
+    "Gradients at `steps` that fp16 holds at a lower loss scale only, and fp32 as they are"
+    order = 5
+    def __init__(self, *steps): self.steps = steps
+    def before_fit(self): self.i = -1
+    def before_batch(self): self.i += self.training
+    def before_backward(self):
+        if self.i in self.steps: self.learn.loss_grad = self.learn.loss_grad*2.**12
+
+def beside(make, **kwargs):
+    "What `make` gives in fp32, and in fp16, where batches ran again and none was skipped"
+    a,b = fit(make(), 1),fit(make().to_fp16_dynamic(**kwargs), 1)
+    assert b.mixed_precision.n_rerun and not b.mixed_precision.n_skipped
+    return a,b
+
+# --- values that change in place
+
+def grown(o): o += ['more']*3
+def popped(o):
+    o.append('new')
+    o.pop(0)
+def inner(o):
+    o['x'].append(3)
+    o['y'].append(4)
+
+containers = {
+    'list':        (lambda: [1,2,3], lambda o: o.reverse()),
+    'list of 100': (lambda: [0]*100, lambda o: o.__setitem__(7, 1)), # counts by class
+    'window':      (lambda: list(range(100)), popped),
+    'log':         (lambda: list(range(10**5)), grown),
+    'L':           (lambda: L(1,2,3), lambda o: o.append(4)),
+    'dict':        (lambda: dict(a=1), lambda o: o.update(a=2, b=3)),
+    'dict, less':  (lambda: dict(a=1), lambda o: o.clear()),
+    'ordered':     (lambda: OrderedDict(a=1, b=2), lambda o: o.move_to_end('a')),
+    'Counter':     (lambda: Counter('hello'), lambda o: o.update('world')),
+    'Counter of 3000': (lambda: Counter(range(3000)), lambda o: o.update(range(10))), # by sample
+    'lists by name': (lambda: defaultdict(list, x=[1,2]), inner),
+    'list of lists': (lambda: [[1],[2]], lambda o: o[0].append(3)),
+    'set':         (lambda: {1,2}, lambda o: o.symmetric_difference_update({2,3})),
+    'deque':       (lambda: deque([1,2,3], 3), lambda o: o.extend([4,5])),
+    'array':       (lambda: np.zeros((10,10)), lambda o: np.add(o, 1, out=o)),
+    'ints':        (lambda: np.arange(10), lambda o: o.__setitem__(3, 7))}
+
+@pytest.mark.parametrize('name', containers)
+def test_containers_are_put_back_as_often_as_it_takes(name):
+    "In place: others may have a reference to the same object; a log that only grows is cut"
+    class Holds(nn.Linear):
+        def __init__(self, o):
+            super().__init__(2, 2)
+            self.o = o
+    make,change = containers[name]
+    o,expected = make(),make()
+    state = ModelState(Holds(o), nn.MSELoss())
+    for _ in range(4): before = state.note()
+    for _ in range(2):
+        change(o)
+        assert not np.array_equal(o, expected) if isinstance(o, np.ndarray) else o!=expected or list(o)!=list(expected)
+        state.put_back(before)
+        assert state.model.o is o and type(o) is type(expected)
+        assert np.array_equal(o, expected) if isinstance(o, np.ndarray) else o==expected and list(o)==list(expected)
+    assert not isinstance(o, deque) or o.maxlen==3
+
+generators = {'random.Random':(lambda: random.Random(1), lambda o: [o.gauss(0, 1) for _ in range(3)]), # it makes two Gaussians and keeps one
+    'RandomState':(lambda: np.random.RandomState(1), lambda o: o.randn(3).tolist()), 'numpy':(lambda: np.random.default_rng(1), lambda o: o.normal(size=3).tolist()),
+    'numpy, another':(lambda: np.random.Generator(np.random.MT19937(1)), lambda o: o.integers(0, 9, 3).tolist()),
+    'torch':(lambda: torch.Generator().manual_seed(1), lambda o: torch.rand(3, generator=o).tolist())}
+
+@pytest.mark.parametrize('name', generators)
+def test_generators_of_ones_own_draw_the_same_again(name):
+    make,draw = generators[name]
+    o = make()
+    draw(o)
+    back = noted(o)
+    first = draw(o)
+    back()
+    assert draw(o)==first and draw(o)!=first
+
+@pytest.mark.parametrize('o', [None, 3, 'text', (1,2), logging.getLogger('any'), SimpleNamespace(a=1), np.zeros(10**6), open, int], ids=lambda o: type(o).__name__)
+def test_anything_else_is_not_noted(o): assert noted(o) is None
+
+# --- random numbers
+
+draws = {'torch': lambda: torch.randn(3).tolist(), 'dropout': lambda: nn.functional.dropout(torch.ones(64)).tolist(), 'python': lambda: random.random(),
+    'gauss': lambda: random.gauss(0, 1), 'beta': lambda: np.random.beta(0.4, 0.4), 'one Gaussian': lambda: np.random.randn(),
+    'three Gaussians': lambda: np.random.randn(3).tolist(), 'permutation': lambda: np.random.permutation(9).tolist(), 'byte': lambda: np.random.bytes(1),
+    'many': lambda: np.random.rand(2*624).tolist(), 'seed': lambda: np.random.seed(3) or np.random.rand()}
+
+@pytest.mark.parametrize('began', [0,1,2])
+@pytest.mark.parametrize('name', draws)
+def test_random_numbers_drawn_again_are_the_same(name, began):
+    "From the first batch that draws on, whenever that is, and whatever was drawn before"
+    for lib in (torch.manual_seed, np.random.seed, random.seed): lib(0)
+    for _ in range(began): np.random.randn(), random.gauss(0, 1)
+    draw,state = draws[name],RandomState()
+    for i in range(6):
+        before = state.note()
+        if i in (1,4): continue # a batch that draws nothing
+        first = draw()
+        for _ in range(2):
+            if i==3: np.random.shuffle([*range(9)]) # what an attempt draws need not be what the next one draws
+            state.put_back(before)
+            assert draw()==first
+
+class Draws(nn.Module):
+    "Notes what was drawn in each forward pass, as an object that is not put back"
+    def __init__(self):
+        super().__init__()
+        self.m,self.drop,self.seen = mlp(),nn.Dropout(0.3),SimpleNamespace(rows=[])
+    def forward(self, x):
+        x = self.drop(x)
+        self.seen.rows.append(((x==0).sum(1).tolist(), np.random.beta(0.4, 0.4), np.random.randn(3).tolist(), random.gauss(0, 1)))
+        return self.m(x)
+
+def test_the_run_that_counts_draws_what_fp32_draws():
+    class Which(Callback):
+        "Keeps the last run of each batch"
+        order = 99
+        def before_fit(self):
+            self.kept = []
+            np.random.randn() # one is kept
+        def after_batch(self): self.kept.append(self.model.seen.rows[-1])
+    a,b = beside(lambda: learner(Draws, n=160, cbs=[Loud(3,7), Which()]), init_scale=2.**24)
+    assert a.which.kept==b.which.kept and len(b.model.seen.rows)>len(a.model.seen.rows)
+
+# --- what modules and callbacks remember
+
+def begin(o):
+    "Give `o` all kinds of memory"
+    o.n,o.hidden,o.late,o.pair,o.last = 0,torch.zeros(2),None,(torch.zeros(1),'text'),None
+    o.mean,o.queue,o.wide,o.whole = torch.zeros(3),torch.zeros(2**17),torch.zeros(2, dtype=torch.complex64),torch.zeros((), dtype=torch.int64)
+    o.list,o.log,o.counts,o.by_name,o.deque = [],[0]*3000,Counter(),defaultdict(list),deque(maxlen=3)
+    o.tensors,o.slots,o.array,o.own,o.another = [torch.zeros(2)],{'m':torch.zeros(2)},np.zeros(4),random.Random(0),np.random.default_rng(0)
+
+def remember(o, x):
+    "Change all of it, in place or not"
+    x = x.detach().float().mean(0)
+    o.n += 1
+    o.hidden,o.pair,o.last = o.hidden*0.5+x[:2],(o.pair[0]+1,'text'),float(x[0])
+    for t in (o.mean,o.queue,o.wide,o.whole,o.tensors[0],o.slots['m']): t.add_(1)
+    if o.n==6: o.late = torch.zeros(2) # nothing before
+    if o.n>=6: o.late.add_(1)
+    if o.n==7: o.new = [0]
+    if o.n>=7: o.new[0] += 1
+    o.list.append(o.n)
+    o.log.append(o.n)
+    o.deque.append(o.n)
+    o.counts.update([o.n,'all'])
+    o.by_name[o.n%2].append(o.n)
+    o.array += 1
+    o.list.append((o.own.random(),o.another.random()))
+
+def told(o):
+    "What `o` remembers, to be compared"
+    keys = [k for k in vars(o) if k in {*vars(empty),'new'}]
+    assert len(keys)==len(vars(empty))+1
+    def plain(v):
+        if isinstance(v, (tuple,list)): return [plain(o) for o in v]
+        return {k: plain(o) for k,o in v.items()} if isinstance(v, dict) else v.tolist() if hasattr(v, 'tolist') else v.random() if hasattr(v, 'random') else v
+    return {k: plain(getattr(o, k)) for k in keys}
+
+empty = SimpleNamespace()
+begin(empty)
+
+class Remembers(nn.Module):
+    "Does so, and overflows in fp16 in validations"
+    def __init__(self):
+        super().__init__()
+        self.m,self.detour = mlp(),Detour()
+        begin(self)
+    def forward(self, x):
+        remember(self, x)
+        self.detour.on = not self.training
+        return self.detour(self.m(x))
+
+class RememberingLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        begin(self)
+    def forward(self, p, t):
+        remember(self, t.expand(-1,2))
+        return mse(p, t)
+
+class Remembering(Callback):
+    def before_fit(self): begin(self)
+    def after_pred(self): remember(self, self.x)
+
+@pytest.mark.parametrize('acc', [None,48])
+def test_each_batch_is_remembered_once(acc):
+    "By the model, by a loss function and by a callback, as in fp32; in validations too, and where gradients of several batches are accumulated"
+    def make():
+        cbs = [Loud(3,7,9), Remembering(), *([GradientAccumulation(acc)] if acc else [])]
+        return learner(Remembers, n=12*16, loss_func=RememberingLoss(), cbs=cbs, shuffle=False, lr=0.)
+    a,b = beside(make, init_scale=2.**24)
+    assert a.model.n==13 and b.mixed_precision.promoted==['detour']
+    for x,y in zip((a.model,a.loss_func,a.remembering), (b.model,b.loss_func,b.remembering)): assert told(x)==told(y)
+    for k in ('running_mean','running_var','num_batches_tracked'): torch.testing.assert_close(getattr(a.model.m[1], k), getattr(b.model.m[1], k), rtol=1e-2, atol=1e-3)
+    assert b.model.m[1].num_batches_tracked==12
+
+@pytest.mark.parametrize('acc', [None,32])
+def test_a_skipped_step_is_remembered_by_the_learner_only(acc):
+    "The batches of a step that fp32 could not take either: the model's side is as before, a callback has seen them"
+    class Trains(Remembers):
+        def forward(self, x): return super().forward(x) if self.training else self.m(x)
+    learn = learner(Trains, n=6*16, cbs=[Poison({3}, 'backward'), Remembering(), *([GradientAccumulation(acc)] if acc else [])])
+    fit(learn.to_fp16_dynamic(), 1)
+    left,m = 4 if acc else 5,learn.model
+    assert learn.mixed_precision.n_skipped==1 and learn.remembering.n==7 and len(learn.remembering.list)==14
+    assert left==m.n==m.m[1].num_batches_tracked==m.mean[0]==m.queue[0]==m.slots['m'][0]==m.array[0]==m.counts['all']
+    assert len(m.log)==3000+left and len(m.list)==2*left
+
+def test_the_loss_function_may_be_a_method_of_a_callback():
+    "As MixUp's is: what the callback counts stays its own, also where a step is skipped"
+    class Method(Callback):
+        order = 5
+        def before_fit(self): self.n,self.batches,self.own,self.learn.loss_func = 0,0,self.learn.loss_func,self.lf
+        def after_fit(self): self.learn.loss_func = self.own
+        def before_batch(self): self.batches += self.training
+        def lf(self, p, t):
+            self.n += self.training
+            return self.own(p, t)
+    learn = fit(learner(cbs=[Method(), Loud(1), Poison({3}, 'backward'), GradientAccumulation(32)]).to_fp16_dynamic(), 1)
+    assert learn.mixed_precision.n_skipped==1 and learn.mixed_precision.n_rerun>1 and learn.method.n==learn.method.batches==4
+
+class Scheduled(nn.Module):
+    "Changes a layer of torch's"
+    def __init__(self):
+        super().__init__()
+        self.m,self.drop = mlp(),nn.Dropout(0.)
+    def forward(self, x):
+        if self.training: self.drop.p += 0.05
+        return self.m(self.drop(x))
+
+def test_settings_of_layers_that_are_scheduled():
+    a,b = beside(lambda: learner(Scheduled, cbs=Loud(1,2)), init_scale=2.**24)
+    assert a.model.drop.p==b.model.drop.p>0.15
+
+def test_modes_are_put_back():
+    "A learner's own method that evaluates, and trains a part only, when an attempt is left"
+    class Own(Learner):
+        def _do_one_batch(self):
+            m,weight = self.model,self.model[0].weight
+            if self.training: seen.append((m.training, m[1].training, weight.requires_grad))
+            self.pred = m(*self.xb)
+            self('after_pred')
+            self.loss_grad = self.loss_func(self.pred, *self.yb)
+            self.loss = self.loss_grad.clone()
+            self('after_loss')
+            if not self.training: return
+            m.eval(), weight.requires_grad_(False)
+            self._do_grad_opt()
+            m.train(), weight.requires_grad_(True)
+    seen = []
+    learn = learner(cbs=Loud(1))
+    learn.__class__ = Own
+    fit(learn.to_fp16_dynamic(init_scale=2.**24), 1)
+    assert len(seen)>6 and set(seen)=={(True,True,True)} and learn.model[1].num_batches_tracked==4
+
+# --- tensors of all kinds
+
+class Odd(nn.Linear):
+    "Tensors that cannot be written to, and others"
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer('expanded', torch.ones(1).expand(8))
+        with torch.inference_mode(): self.table = torch.arange(4.)
+        self.empty,self.sparse,self.half = torch.zeros(0),torch.eye(3).to_sparse(),torch.ones(2).half()
+        self.strided,self.h,self.queue,self.leaf = torch.zeros(4,6)[:,::2],torch.zeros(3),torch.zeros(2**17),torch.zeros(2, requires_grad=True)
+        self.view = self.h[:2]
+
+def change(m, size):
+    with torch.no_grad():
+        for t in (m.half,m.strided,m.leaf): t.add_(1)
+    m.sparse = m.sparse*2
+    m.h.data,m.queue.data = torch.ones(size),torch.ones(2**17+size)
+
+def values(m): return {k: t.to_dense().clone() if t.is_sparse else t.detach().clone() for k,t in (*vars(m).items(),*m._buffers.items()) if isinstance(t, torch.Tensor)}
+
+def test_tensors_of_all_kinds():
+    "Also such as change their size, from step to step or within one"
+    m = Odd()
+    state,ids = ModelState(m, nn.MSELoss()),[id(m.h),id(m.queue),id(m.leaf)]
+    for size in (3,5,2,2):
+        before,noted = values(m),state.note()
+        for _ in range(2):
+            change(m, size+1)
+            state.put_back(noted)
+            assert values(m).keys()==before.keys() and all(torch.equal(v, before[k]) for k,v in values(m).items())
+        change(m, size)
+    assert ids==[id(m.h),id(m.queue),id(m.leaf)]
+
+def test_buffers_are_put_back_in_place():
+    "Statistics of norms, with or without parameters"
+    net = nn.Sequential(nn.Linear(4,4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False))
+    state = ModelState(net, mse)
+    net(torch.randn(6,4))
+    before,ids = copy.deepcopy(net.state_dict()),[*map(id, net.buffers())]
+    noted = state.note()
+    net(torch.full((6,4), math.inf))
+    assert net[1].running_mean.isnan().any()
+    state.put_back(noted)
+    assert all(torch.equal(v, before[k]) for k,v in net.state_dict().items()) and ids==[*map(id, net.buffers())]
+
+@pytest.mark.parametrize('how', ['data','in place','state'])
+def test_a_momentum_encoder_is_put_back(how):
+    "Frozen, and written in the forward pass, from the first step on: as MoCo's"
+    class Momentum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fast,self.slow = plain_mlp(),plain_mlp().requires_grad_(False)
+        @torch.no_grad()
+        def follow(self):
+            for a,b in zip(self.fast.parameters(), self.slow.parameters()):
+                if how=='data': b.data = b.data*0.5+a.data*0.5
+                elif how=='in place': b.mul_(0.5).add_(a, alpha=0.5)
+            if how=='state': self.slow.load_state_dict(self.fast.state_dict())
+        def forward(self, x):
+            if self.training: self.follow()
+            return self.fast(x)+0.1*self.slow(x)
+    a,b = beside(lambda: learner(Momentum, cbs=Loud(0,5), n=128), init_scale=2.**24)
+    for x,y in zip(state(a).values(), state(b).values()): torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
+    skipped = learner(Momentum, n=16, cbs=Poison({0}, 'backward'))
+    before = state(skipped)
+    fit(skipped.to_fp16_dynamic(), 1)
+    assert skipped.mixed_precision.n_skipped==1 and equal(before, state(skipped))
+
+# --- inputs
+
+class Writes(nn.Module):
+    "Writes to its input, from its `first` forward pass on"
+    first = 0
+    def __init__(self):
+        super().__init__()
+        self.m,self.n = plain_mlp(),0
+    def forward(self, x):
+        self.n += 1
+        if self.n>self.first: x.mul_(0.5).add_(1)
+        return self.m(x)
+
+def writing_loss(p, t):
+    loss = mse(p, t.clone()) # what autograd keeps must not be written to
+    t.sub_(1)
+    return loss
+
+def test_inputs_and_targets_that_are_written_to():
+    a,b = beside(lambda: learner(Writes, n=128, loss_func=writing_loss, cbs=Loud(0,5), shuffle=False), init_scale=2.**24)
+    torch.testing.assert_close(torch.stack(a.recorder.losses), torch.stack(b.recorder.losses), rtol=1e-2, atol=1e-4)
+    for x,y in zip(state(a).values(), state(b).values()): torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-3)
+
+def test_the_first_write_to_an_input_is_not_expected():
+    "There is no copy of it. The batch is skipped, if it overflows at all, and said to be; the next one runs again"
+    class Later(Writes): first = 4
+    learn = learner(Later, n=128, cbs=Loud(4,6), shuffle=False).to_fp16_dynamic()
+    with pytest.warns(UserWarning, match='cannot run again'): fit(learn, 1)
+    h = learn.mixed_precision.history
+    assert h.skipped.tolist()==[i==4 for i in range(8)] and h.reruns[6]>0
+
+# --- hooks
+
+hooks = {'forward': lambda m,f: m.register_forward_hook(f), 'before': lambda m,f: m.register_forward_pre_hook(f),
+    'keywords': lambda m,f: m.register_forward_hook(f, with_kwargs=True), 'before, keywords': lambda m,f: m.register_forward_pre_hook(f, with_kwargs=True),
+    'always': lambda m,f: m.register_forward_hook(f, always_call=True), 'backward': lambda m,f: m.register_full_backward_hook(f)}
+
+@pytest.mark.parametrize('name', hooks)
+def test_hooks_that_remove_themselves_come_back(name):
+    "One runs in each attempt at its batch, with the same arguments, and never after it; one that is made in a forward pass is made once"
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.m,self.made = mlp(),False
+        def forward(self, x):
+            if not self.made: made.append(hooks[name](self.m[3], lambda *args: calls.append(len(args)) and None))
+            self.made = True
+            return self.m(x)
+    seen,calls,made = [],[],[]
+    def once(*args):
+        seen.append(len(args))
+        handle.remove()
+    learn = learner(Late, cbs=Loud(2)).to_fp16_dynamic(init_scale=2.**24)
+    handle = hooks[name](learn.model.m[0], once)
+    fit(learn, 1)
+    attempts = 1+learn.mixed_precision.history.reruns[0]
+    assert attempts>1 and len(seen)==attempts and len(set(seen))==1
+    n = len(calls)
+    learn.model.train()(torch.randn(4,8, requires_grad=True)).sum().backward()
+    assert len(calls)==n+1 and len(set(calls))==1 and len(seen)==attempts
+    assert not any(v for k,v in vars(learn.model.m[0]).items() if '_hooks' in k)
+
+# --- what is not touched
+
+def test_another_threads_change_of_a_logger_survives():
+    "And any other object that a module, the loss function or a callback refers to: in batches that run again, are looked into, or are skipped"
+    log,foreign = logging.getLogger('amp16.test'),SimpleNamespace(n=0, rows=[])
+    class Logs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.m,self.log,self.foreign,self.handlers = mlp(),log,foreign,log.handlers
+        def forward(self, x): return self.m(x)
+    class Other(Callback):
+        order = 20
+        def before_fit(self): self.log,self.foreign = log,foreign
+        def after_pred(self):
+            def change():
+                foreign.n += 1
+                foreign.rows.append(foreign.n)
+                log.setLevel(foreign.n)
+            thread = threading.Thread(target=change)
+            thread.start()
+            thread.join()
+        def after_batch(self): assert log.level==foreign.n==len(foreign.rows)
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log = log
+        def forward(self, p, t): return mse(p, t)
+    learn = fit(learner(Logs, cbs=[Other(), Loud(2), Poison({5}, 'forward')], loss_func=Loss(), n=128).to_fp16_dynamic(), 1)
+    n,mp = foreign.n,learn.mixed_precision
+    assert n>9+mp.n_rerun and mp.n_skipped==1
+    learn.diagnose_fp16()
+    assert log.level==foreign.n==len(foreign.rows)>n
+
+def allocated(f):
+    "Bytes that torch and Python allocate at most while `f` runs"
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    with profile(profile_memory=True) as prof: f()
+    top = tracemalloc.get_traced_memory()[1]-before
+    tracemalloc.stop()
+    return sum(max(0, e.self_cpu_memory_usage) for e in prof.function_events),top
+
+class Heavy(nn.Module):
+    "Four megabytes of each kind, with a number of elements that nothing else has"
+    n = 2**20+7
+    def __init__(self):
+        super().__init__()
+        self.m,self.trained,self.frozen = mlp(),nn.Parameter(torch.zeros(self.n)),nn.Parameter(torch.zeros(self.n), requires_grad=False)
+        self.register_buffer('buffer', torch.zeros(self.n))
+        self.plain,self.listed,self.named,self.array,self.log = torch.zeros(self.n),[torch.zeros(self.n)],{'t':torch.zeros(self.n)},np.zeros(self.n),[0]*self.n
+    def forward(self, x): return self.m(x)
+
+def test_arrays_and_parameters_are_not_copied():
+    "Trained parameters, arrays and logs never; what the forward pass might write to in the first step only, and not every 256 steps again"
+    state = ModelState(Heavy(), nn.MSELoss())
+    first,pythons = allocated(state.note)
+    assert first<=5.1*4*Heavy.n and pythons<10**6 # the frozen one, and four tensors
+    rows = [allocated(state.note) for _ in range(3)]+[allocated(lambda: deque((state.note() for _ in range(300)), 0))]
+    assert max(torchs for torchs,_ in rows)<300*1000 and max(pythons for _,pythons in rows)<10**6
+
+def test_no_copy_of_the_first_step_stays():
+    def copies(): return sum(type(o) in (torch.Tensor,nn.Parameter) and o.numel()==Heavy.n for o in gc.get_objects())
+    class See(Callback):
+        def after_batch(self):
+            if self.iter==2: self.learn.copies = copies()
+    learn = learner(Heavy, cbs=See())
+    learn.model.trained.requires_grad_(False)
+    before = copies()
+    fit(learn.to_fp16_dynamic(), 1)
+    assert before>=6 and learn.copies==before
+
+def test_a_long_list_is_not_looked_through():
+    class Item:
+        asked = 0
+        @property
+        def __class__(self): # `isinstance` asks for it
+            Item.asked += 1
+            return Item
+    m = nn.Linear(2,2)
+    m.vocab,m.index = [Item() for _ in range(10**4)],{i: Item() for i in range(10**4)}
+    state = ModelState(m, nn.MSELoss())
+    for _ in range(4): state.note()
+    Item.asked = 0
+    for _ in range(4): state.note()
+    assert Item.asked==0
+
+# --- graphs
+
+kinds = {'a tensor': (lambda y: y, lambda o: o), 'tuple': (lambda y: (y,3), lambda o: o[0]), 'list': (lambda y: [y], lambda o: o[0]),
+         'dict': (lambda y: {'y':y}, lambda o: o['y']), 'deque': (lambda y: deque([y]), lambda o: o[0]), 'nested': (lambda y: [{'y':y}], lambda o: o[0]['y'])}
+
+class Keeps(nn.Module):
+    "Gives predictions, and remembers features, in a container"
+    def __init__(self, wrap, several):
+        super().__init__()
+        self.m,self.wrap,self.several = mlp(),wrap,several
+    def forward(self, x):
+        h = self.m[:3](x)
+        self.kept,y = self.wrap(h),self.m[3](h)
+        return self.wrap(y) if self.several else y
+
+@pytest.mark.parametrize('kind', kinds)
+def test_no_graph_lives_on(kind):
+    """That of a batch is gone when the backward pass of the next one has run, without a collection of garbage, as in fp32: of predictions, of what a module
+    keeps and of what a callback keeps; so is that of an attempt that was left"""
+    wrap,get = kinds[kind]
+    several,refs,alive = kind!='deque',[],[] # fastai does not take that for predictions
+    class See(Callback):
+        order = 20
+        def after_loss(self):
+            pred = get(self.pred) if several else self.pred
+            self.kept = wrap(pred*1)
+            refs.append([weakref.ref(o) for o in (pred, get(self.model.kept), get(self.kept))])
+        def after_backward(self): alive.append([any(r() is not None for r in rs) for rs in zip(*refs[:-1])])
+    learn = learner(Keeps(wrap, several), loss_func=lambda p,t: mse(get(p) if several else p, t), cbs=[See(), Loud(2)])
+    gc.collect()
+    gc.disable()
+    try: fit(learn.to_fp16_dynamic(), 1)
+    finally: gc.enable()
+    assert learn.mixed_precision.n_rerun and len(alive)>4 and not sum(map(sum, alive)), alive
