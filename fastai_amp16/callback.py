@@ -130,8 +130,9 @@ def ready(self:DynamicMixedPrecision,
     "The plan for `learn.model` as it is now: others may have wrapped or replaced it since"
     learn = self.learn
     if self.plan is None or self.plan.wrapped is not learn.model:
-        self.plan,self.ranks,self.states = self.make_plan(learn.model),Ranks(learn.model),None
-    if self.states is None or self.states[0].loss_func is not learn.loss_func or self.states[1].learn is not learn:
+        self.plan,self.ranks = self.make_plan(learn.model),Ranks(learn.model)
+    states,now = self.states,(self.plan.model,learn.loss_func,learn)
+    if states is None or any(a is not b for a,b in zip((states[0].model,states[0].loss_func,states[1].learn), now)):
         self.states = ModelState(self.plan.model, learn.loss_func),LearnerState(learn)
     if entry is not None:
         entry.stand(learn.model)
@@ -260,8 +261,8 @@ def _skip(self:DynamicMixedPrecision, outcome, norm):
         s.update(found_inf=True) # as a scaler does that skips
     elif record.lost or record.in_fp32 or record.asks_first: self.log.vain += 1
     if not record.possible and self.rerun:
-        self._say_once('A batch overflowed that cannot run again, since weights were written within it or too many batches were '
-                       'accumulated. Its step was skipped.')
+        self._say_once('A step was skipped: its batch overflowed and could not run again, since weights or inputs were written within '
+                       'it, or too many batches were accumulated.')
     self._end_if_lost(record)
     raise CancelStepException()
 
@@ -278,12 +279,13 @@ def _end_if_lost(self:DynamicMixedPrecision, record):
     n = log.unsaved
     log.unsaved = 0
     if not learn._grab_cbs(LRFinder): # a search ends where the loss explodes, as it does in fp32
-        done,total = len(log.steps)-self.fit_start,learn.n_epoch*learn.n_iter
+        done,batch = len(log.steps)-self.fit_start,learn.epoch*learn.n_iter+learn.iter+1
         if record.lost or record.in_fp32: why = f"neither {kind} nor fp32 could use the last {n} batches."
         elif record.static: why = f"the gradients of the last {n} batches overflowed at the static loss scale {self.scaler.get_scale():g}."
         else: why = f"the last {n} batches overflowed in {kind} and could not run again."
         if self.reports: why += f" {self.reports[-1].sentence}"
-        warn(f"Training stopped at step {done} of {total}: {why} The weights are those after step {done-n}, the last one that was taken.")
+        warn(f"Training stopped at step {done} (batch {batch} of {learn.n_epoch*learn.n_iter}): {why} "
+             f"The weights are those after step {done-n}, before these.")
     raise CancelFitException()
 
 # %% ../nbs/16_callback.ipynb #0b9aaf03

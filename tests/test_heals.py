@@ -1,32 +1,355 @@
-"What fp16 cannot hold is found out, and the training ends where fp32 ends"
-import math
+"What fp16 cannot hold is found out and kept in fp32, all steps are taken, and the training ends where fp32 ends"
+import math,re,warnings
+from functools import partial
 import pytest,torch
-from fastai.basics import Learner
-from hostile import bad_samples,fit,hopeless,plain_fp16,zoo
+from fastai.basics import Callback,Learner,nn,set_seed
+from fastai.callback.training import GradientAccumulation
+from fastai_amp16.learner import training_case
+import hostile
+from hostile import bad_samples,hopeless,plain_fp16,zoo
+from common import Detour,Poison,clean,fit,learner,weights
 
+quiet = pytest.mark.filterwarnings('ignore::UserWarning')
 floor = 0.01 # of figures that are 1 at best: two or three of 256 samples, which rounding alone moves where all seeds of fp32 agree
 
+def mlp(*mid): return lambda: nn.Sequential(nn.Linear(8,16), *mid, nn.Linear(16,1))
+
+class Do(nn.Module):
+    "`f` as a module"
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+    def forward(self, x): return self.f(x)
+
+def times_and_back(x): return x*1e6*1e-6
+def large_and_back(x): return x*200/200
+def masked_fill(x): return x.masked_fill(x>1, -1e9).clamp(min=-1)
+
+def all_taken(learn):
+    "Has each batch made its step?"
+    mp = learn.mixed_precision
+    return mp.n_skipped==0 and len(mp.history)==len(learn.recorder.losses)
+
+# %% the zoo
 @pytest.mark.parametrize('name', zoo)
 def test_plain_fp16_fails(name):
     "With a dynamic loss scale or with a static one, where fp32 passes 0.9 by far"
     s = zoo[name]
     assert not all(plain_fp16(s.make(0), s.epochs, s.lr, scale)[1]>0.8 for scale in ('dynamic',512))
 
-@pytest.mark.filterwarnings('ignore::UserWarning')
+@quiet
 @pytest.mark.parametrize('name', zoo)
-def test_reaches_fp32(name):
+def test_takes_all_steps_and_reaches_fp32(name):
     "Of three seeds, the mean is no further from fp32's than fp32's own seeds are from each other"
-    s = zoo[name]
-    def figures(to): return torch.tensor([fit(to(s.make(seed)), s.epochs, s.lr) for seed in range(3)])
-    fp32,fp16 = figures(Learner.to_fp32),figures(Learner.to_fp16_dynamic)
+    s,taken = zoo[name],[]
+    def figure(to, seed):
+        learn = to(s.make(seed))
+        res = hostile.fit(learn, s.epochs, s.lr)
+        if to is Learner.to_fp16_dynamic: taken.append((learn.mixed_precision.n_skipped, len(learn.mixed_precision.history)))
+        return res
+    fp32,fp16 = [torch.tensor([figure(to, seed) for seed in range(3)]) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)]
+    assert taken==[(0, s.epochs*len(s.make(0).dls.train))]*3
     assert fp32.min()>0.9 # it learned
     assert (fp16.mean()-fp32.mean()).abs()<=fp32.std()+floor, (fp16, fp32)
 
 @pytest.mark.parametrize('name', hopeless)
 def test_fp32_fails_too(name):
     s = hopeless[name]
-    assert math.isnan(fit(s.make(0), s.epochs, s.lr))
+    assert math.isnan(hostile.fit(s.make(0), s.epochs, s.lr))
 
 def test_bad_samples():
     x,_ = zip(*hopeless['nan_samples'].make(0).dls.train_ds)
     assert torch.stack(x).isnan().any(1).nonzero().flatten().tolist()==list(bad_samples)
+
+class FirstHealed(Callback):
+    "The batch of the first report, and the model before it"
+    order = 99
+    def __init__(self): self.batch = None
+    def before_batch(self):
+        if self.training and not self.mixed_precision.reports:
+            self.batch,self.state = (*self.xb,*self.yb),{k: v.clone() for k,v in self.model.state_dict().items()}
+
+@pytest.mark.parametrize('name', ['regnety','norm_free','masked_add','masked_fill','large_logits','rms_inline','poisson','sigmoid_bce',
+                                  'backward_only','cosine'])
+def test_the_smallest_set_named_in_one_line(name):
+    "All that was promoted at once is needed, and the line of code in the warning gives a fit without a single report"
+    s = zoo[name]
+    learn = s.make(0).to_fp16_dynamic().add_cb(seen:=FirstHealed())
+    with warnings.catch_warnings(record=True) as w:
+        warnings.simplefilter('always')
+        hostile.fit(learn, 1, s.lr)
+    mp = learn.mixed_precision
+    if name=='sigmoid_bce': assert mp.promoted==['act']
+    msgs = [str(o.message) for o in w if 'keep_fp32=' in str(o.message)]
+    line = re.search(r'keep_fp32=(\[.*?\])', msgs[-1])[1]
+    assert eval(line)==mp.promoted and all(repr(p) in line for r in mp.reports for p in r.promoted)
+    first = next(r for r in mp.reports if r.promoted)
+    fresh = s.make(0).to_fp16_dynamic(init_scale=first.new_scale)
+    fresh.model.load_state_dict(seen.state)
+    with training_case(fresh, seen.batch) as case:
+        case.silent,case.fp32 = name=='rms_inline',case.run_fp32()
+        def sound(keep): return case.sound(case.run(keep))
+        assert sound(first.promoted) and not any(sound([p for p in first.promoted if p!=q]) for q in first.promoted)
+    again = s.make(0).to_fp16_dynamic(keep_fp32=eval(line))
+    hostile.fit(again, 1, s.lr)
+    assert again.mixed_precision.promoted==again.mixed_precision.reports==[] and again.mixed_precision.n_skipped==0
+
+@quiet
+@pytest.mark.parametrize('share', [0.1,0.5])
+def test_silent_overflows_in_some_samples(share):
+    "`x/inf` is 0: nothing is infinite and no gradient is 0 throughout, but predictions are not those of fp32"
+    class InRoot(nn.Module):
+        "Root mean squares in the model's own code"
+        def __init__(self):
+            super().__init__()
+            self.inp,self.out = nn.Linear(16,16),nn.Linear(16,4)
+        def forward(self, x):
+            x = self.inp(x)
+            return self.out((x/(x.pow(2).mean(1, keepdim=True)+1e-6).sqrt()).relu())
+    def figure(to):
+        def data(n):
+            x,y = hostile.classes(n)
+            return torch.where(torch.rand(n, 1)<share, 1000., 1.)*x,y
+        learn = to(hostile.learner(0, data, InRoot))
+        return learn,hostile.fit(learn, 8, 1e-2)
+    (_,fp32),(learn,fp16) = figure(Learner.to_fp32),figure(Learner.to_fp16_dynamic)
+    mp = learn.mixed_precision
+    assert fp32>0.95 and abs(fp32-fp16)<0.02 and mp.promoted==['.'] and 'wrong ones' in mp.reports[0].sentence and mp.n_skipped==0
+
+def test_predictions_are_compared_with_fp32_in_one_step_of_256():
+    "The 16th, the 272nd, ...: one forward pass more"
+    class Count(nn.Module):
+        n = 0
+        def forward(self, x):
+            self.n += self.training # which a look puts back
+            calls.append(self.training)
+            return x
+    calls,marks = [],[]
+    class Mark(Callback):
+        def after_batch(self):
+            if self.training: marks.append(sum(calls))
+    learn = fit(learner(mlp(Count()), n=600, bs=2, cbs=Mark()).to_fp16_dynamic(), 1)
+    passes = [b-a for a,b in zip([0,*marks], marks)]
+    assert [i for i,n in enumerate(passes, 1) if n!=1]==[16,272] and passes[15]==passes[271]==2 and learn.model[1].n==300
+
+# %% healed within the step
+def ends_like_fp32(make, promoted, epochs=2, rtol=0.01, **kwargs):
+    "All steps are taken, and the validation loss is fp32's; the learner"
+    a,b = fit(make().to_fp32(), epochs),fit(make().to_fp16_dynamic(**kwargs), epochs)
+    assert all_taken(b) and b.mixed_precision.promoted==promoted
+    assert b.recorder.values[-1][1]==pytest.approx(a.recorder.values[-1][1], rel=rtol) and len(a.recorder.losses)==len(b.recorder.losses)
+    torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=0.03, atol=1e-4)
+    clean(b)
+    return b
+
+class Larger(Callback):
+    "What a callback makes of the batch on its way to the model"
+    def __init__(self, order): self.order = order
+    def before_batch(self): self.learn.xb = (self.x*300,)
+
+@quiet
+@pytest.mark.parametrize('order', [5, 60])
+def test_what_a_callback_makes_of_the_batch_is_healed(order):
+    mp = ends_like_fp32(lambda: learner(mlp(Do(lambda x: (x*100).tanh())), cbs=Larger(order)), ['1']).mixed_precision
+    assert mp.n_rerun==1 and mp.reports[0].op=='mul'
+
+@quiet
+def test_accumulated_batches_are_all_looked_at():
+    "The first of four overflows; the one at hand when the step is judged is the last"
+    def make():
+        learn = learner(mlp(Do(large_and_back)), n=16, bs=4, shuffle=False, cbs=GradientAccumulation(16))
+        for i in range(4): learn.dls.train.dataset[i] = (torch.full((8,), 1e3),learn.dls.train.dataset[i][1])
+        return learn
+    a,b = fit(make().to_fp32(), 4),fit(make().to_fp16_dynamic(), 4)
+    mp = b.mixed_precision
+    assert mp.promoted==['1'] and mp.n_skipped==0 and mp.history.reruns.tolist()==[1,0,0,0] and mp.history.grad_norm.notna().all()
+    assert b.recorder.values[-1][1]==pytest.approx(a.recorder.values[-1][1], rel=0.01)
+
+class Raises(torch.autograd.Function):
+    "A product whose derivative takes only fp32"
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x.mm(w.T)
+    @staticmethod
+    def backward(ctx, g):
+        x,w = ctx.saved_tensors
+        return g.mm(w),g.T.mm(x)
+
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(16,16)*0.2)
+    def forward(self, x): return Raises.apply(x, self.w)
+
+@quiet
+def test_a_backward_pass_that_raises_is_healed():
+    def make(): return learner(mlp(Product(), nn.BatchNorm1d(16), nn.ReLU()), n=256)
+    mp = ends_like_fp32(make, ['1']).mixed_precision
+    assert mp.reports[0].verdict=='backward' and 'raises in float16' in mp.reports[0].sentence
+    kept = fit(make().to_fp16_dynamic(keep_fp32=['1']))
+    assert mp.history.grad_norm.tolist()==kept.mixed_precision.history.grad_norm.tolist() # nothing remains of the gradients that there were already
+    with pytest.raises(FloatingPointError): fit(learner(mlp(Product())).to_fp16_dynamic(on_spiral='raise'))
+
+def test_a_backward_pass_that_raises_in_fp32_too():
+    class Never(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return x.clone()
+        @staticmethod
+        def backward(ctx, g): raise RuntimeError('never')
+    learn = learner(mlp(Do(Never.apply))).to_fp16_dynamic()
+    with pytest.raises(RuntimeError, match='never'): fit(learn)
+    assert learn.mixed_precision.promoted==[] and all(p.grad is None or not p.grad.any() for p in learn.model.parameters())
+    clean(learn)
+
+def test_raise_and_warn_in_a_forward_pass_that_raises():
+    def half(**kwargs): return fit(learner(mlp(Do(masked_fill))).to_fp16_dynamic(**kwargs), 1)
+    with pytest.raises(FloatingPointError, match='raises in float16'): half(on_spiral='raise')
+    with pytest.warns(UserWarning, match='raises in float16'), pytest.raises(RuntimeError, match='without overflow'): half(on_spiral='warn')
+    with pytest.warns(UserWarning, match='raises in float16'): assert all_taken(half())
+    with pytest.raises(AttributeError, match='nonsense'): fit(learner(mlp(Do(lambda x: x.nonsense))).to_fp16_dynamic(), 1)
+
+class Zeros(Callback):
+    "Zero rows in each tenth batch, whose norm has no derivative in fp16"
+    order = 5
+    def before_batch(self):
+        if self.training and self.train_iter%10==5: self.learn.xb = (self.x.index_fill(0, torch.tensor([0]), 0.),)
+
+@quiet
+def test_a_fault_that_comes_now_and_then_is_healed_when_it_first_comes():
+    class Length(nn.Module):
+        def forward(self, x): return x+(x.square().sum(1, keepdim=True)+1e-12).sqrt()
+    def model(): return nn.Sequential(nn.Linear(8,16,bias=False), Length(), nn.Linear(16,1))
+    mp = ends_like_fp32(lambda: learner(model, n=800, cbs=Zeros()), ['1'], 1).mixed_precision
+    assert mp.history.reruns.gt(0).sum()<=2 and len(mp.reports)==1
+
+@quiet
+def test_one_loud_batch_in_ten_is_learned_from_and_sets_no_scale():
+    class Loud(Callback):
+        def before_backward(self):
+            if self.train_iter%10==5: self.learn.loss_grad = self.learn.loss_grad*1e7
+    mp = ends_like_fp32(lambda: learner(n=1600, cbs=Loud()), [], 1, growth_interval=10**6).mixed_precision
+    reruns = mp.history.reruns
+    assert mp.reports==[] and set(reruns[reruns>0].index%10)=={4} and mp.history.loss_scale.iloc[-1]>=2**4
+
+def test_a_scale_that_looks_for_its_limit():
+    "It grows until it overflows, and again: business as usual, however often"
+    learn = fit(learner(n=1600).to_fp16_dynamic(growth_interval=3, max_scale=2.**40), 1)
+    mp = learn.mixed_precision
+    assert all_taken(learn) and mp.n_rerun>12 and mp.reports==mp.promoted==[]
+
+@quiet
+def test_small_numbers_that_fp16_rounds_to_0():
+    "Nothing overflows; without healing nothing would be learned"
+    def model():
+        small = Do(lambda x: x*1e-9),nn.Linear(8,16,bias=False),Do(lambda x: x.float()*1e9)
+        return nn.Sequential(*small, nn.ReLU(), nn.Linear(16,1))
+    def run(to, n): return fit(to(learner(model, n=n)), 6)
+    fp32,fp16 = run(Learner.to_fp32, 512),run(Learner.to_fp16_dynamic, 512)
+    assert fp16.mixed_precision.promoted==['1'] and all_taken(fp16) and fp16.validate()[0]<1.3*fp32.validate()[0]
+
+@quiet
+def test_compiled_as_a_whole():
+    learn = learner(mlp(Do(times_and_back)))
+    learn.model = torch.compile(learn.model, backend='eager')
+    fit(learn.to_fp16_dynamic(), 2)
+    assert learn.mixed_precision.promoted==['1'] and all_taken(learn)
+
+@quiet
+def test_the_report_of_a_fit_ranks_the_producer_first():
+    learn = fit(learner(mlp(Do(lambda x: (x*300)**2/1e4))).to_fp16_dynamic())
+    r = learn.mixed_precision.reports[0]
+    assert r.producer=='1' and r.table.module[0]=='1' and r.table.bits[0]<0
+
+def test_own_code_may_use_the_weights_of_its_layers():
+    "As `nn.MultiheadAttention` does"
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.att = nn.MultiheadAttention(8, 2, batch_first=True)
+        def forward(self, x): return self.att(x[:,None], x[:,None], x[:,None])[0][:,0]
+    def run(to, **kwargs): return fit(to(learner(lambda: nn.Sequential(nn.Linear(8,8), Attention(), nn.Linear(8,1))), **kwargs))
+    learn = run(Learner.to_fp16_dynamic, keep_fp32=['1.att.'], on_spiral='raise')
+    assert all_taken(learn)
+    for p,q in zip(weights(learn), weights(run(Learner.to_fp32))): torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-2)
+
+# %% outside training
+@quiet
+@pytest.mark.parametrize('what', ['validate','get_preds','valid of a fit'])
+def test_outside_training(what):
+    "A sample that only the validation set has overflows: the batch is computed again, with the producer in fp32"
+    def run(to):
+        learn = to(learner(mlp(Do(times_and_back if what!='valid of a fit' else large_and_back))))
+        if what=='valid of a fit':
+            learn.dls.valid.dataset[3] = (torch.full((8,), 1e3),learn.dls.valid.dataset[3][1])
+            fit(learn, 1)
+            return learn,torch.tensor([learn.recorder.values[-1][1]])
+        with learn.no_bar(), learn.no_logging():
+            return learn,torch.tensor(learn.validate()) if what=='validate' else learn.get_preds()[0]
+    (_,a),(learn,b) = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
+    torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-2)
+    assert learn.mixed_precision.promoted==['1'] and learn.mixed_precision.n_skipped==0
+
+@quiet
+@pytest.mark.parametrize('n', [256, 320])
+def test_validation_is_judged_by_its_own_batch(n):
+    "Not by the last of training, which may have been noted: the 16th, or any after a NaN"
+    learn = learner(lambda: nn.Sequential(nn.Linear(8,16,bias=False), nn.Linear(16,1,bias=False)), n=n)
+    learn.dls.valid.dataset[:] = [(x*3e5,y) for x,y in learn.dls.valid.dataset]
+    if n==320: learn.dls.train.dataset[0] = (learn.dls.train.dataset[0][0]*math.nan, learn.dls.train.dataset[0][1])
+    fit(learn.to_fp16_dynamic(), 1)
+    assert math.isfinite(learn.recorder.values[-1][1]) and learn.mixed_precision.promoted
+
+def test_a_meant_infinity_outside_training_is_asked_about_seldom():
+    calls = []
+    def meant(x):
+        calls.append(1)
+        return torch.cat([x, torch.full_like(x[:,:1], -math.inf)], 1)
+    learn = learner(lambda: nn.Sequential(nn.Linear(8,2), Do(meant)), n=512, loss_func=lambda p,t: p[:,:1].mean()).to_fp16_dynamic()
+    fit(learn, 1)
+    calls.clear()
+    with learn.no_bar(), learn.no_logging(): p = learn.get_preds(0)[0]
+    assert p[:,2].isinf().all() and learn.mixed_precision.reports==[] and len(calls)<=2*32+12
+
+# %% what fp32 cannot hold either
+@quiet
+@pytest.mark.parametrize('name', ['NaN in three samples','a broken pixel'])
+def test_scattered_faults_do_not_end_the_fit(name):
+    "Only batches with a NaN are skipped, and no scale changes"
+    class HasNaN(Callback):
+        n,order = 0,-5
+        def before_batch(self): self.n += bool(self.training and self.x.isnan().any())
+    s = hopeless['nan_samples'] if name.startswith('NaN') else zoo['broken_pixels']
+    learn = s.make(0).to_fp16_dynamic().add_cb(has:=HasNaN())
+    hostile.fit(learn, 2, 1e-2)
+    mp = learn.mixed_precision
+    assert len(learn.recorder.values)==2 and all(p.isfinite().all() for p in weights(learn)) and mp.scaler.get_scale()==2**16
+    assert mp.n_skipped==has.n and len(mp.history)==2*len(learn.dls.train)
+    if name.startswith('NaN'): assert has.n>=3 and mp.promoted==[] and {r.verdict for r in mp.reports}=={'data'} and mp.reports[0].samples
+
+def test_divergence_ends_the_fit_with_the_last_good_weights():
+    s = hopeless['diverges']
+    learn = s.make(0).to_fp16_dynamic()
+    with pytest.warns(UserWarning) as w, learn.no_bar(), learn.no_logging(): learn.fit(5, s.lr)
+    mp,said = learn.mixed_precision,[str(o.message) for o in w]
+    assert any('divergence at the learning rate 10, not precision' in o for o in said)
+    n = len(mp.history)
+    assert f"Training stopped at step {n} of {5*len(learn.dls.train)}" in said[-1] and n<40
+    assert all(p.isfinite().all() for p in weights(learn)) and mp.reports[-1].verdict=='divergence' and mp.history.skipped.tolist()[-3:]==[True]*3
+    clean(learn)
+
+@quiet
+def test_a_divergence_that_passes_does_not_end_the_fit():
+    "Two batches that fp32 cannot hold either, far from each other"
+    class Explode(Detour):
+        def forward(self, x): return x*1e30*1e30 if self.on else x
+    learn = fit(learner(mlp(Explode()), cbs=Poison({2,6}, 'precision')).to_fp16_dynamic(), 3)
+    mp = learn.mixed_precision
+    assert len(learn.recorder.values)==3 and mp.history.index[mp.history.skipped].tolist()==[2,6] and mp.reports[-1].verdict=='divergence'
+
+def test_what_nothing_heals():
+    "A module that computes in half precision by itself"
+    learn = learner(mlp(Do(lambda x: ((x*1e5).half()*1e-5).float()))).to_fp16_dynamic()
+    with pytest.warns(UserWarning, match='Training stopped at step 3 of 12'): fit(learn, 3)
+    assert learn.mixed_precision.promoted==[] and learn.mixed_precision.n_skipped==3
+    clean(learn)

@@ -1,5 +1,5 @@
 "The repository agrees with itself: modules match notebooks, notebooks are clean and run, the code is checked by ruff"
-import shutil,subprocess,sys
+import ast,shutil,subprocess,sys
 from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
@@ -32,7 +32,8 @@ def test_in_step(fresh, fn): assert (fresh/fn.relative_to(root)).read_text() == 
 
 def shown(cell):
     "The kinds of what a cell puts out"
-    return [k for o in cell.get('outputs', []) if o.get('name')!='stderr' for k in sorted(o.get('data') or [o.get('name', o.output_type)])] # matplotlib may be building its font cache
+    outs = [o for o in cell.get('outputs', []) if o.get('name')!='stderr'] # matplotlib may be building its font cache
+    return [k for o in outs for k in sorted(o.get('data') or [o.get('name', o.output_type)])]
 
 @pytest.mark.parametrize('fn', nbs, ids=lambda o: o.stem)
 def test_notebook(fn, monkeypatch):
@@ -42,11 +43,25 @@ def test_notebook(fn, monkeypatch):
     monkeypatch.setattr('nbdev.test.write_nb', lambda nb, fn: computed.extend(nb.cells))
     assert run_nb(fn, skip_flags=cfg.tst_flags, basepath=root, save=True)[0]
     for stored,now in zip(read_nb(fn).cells, computed):
-        if not set(cfg.tst_flags) & set(directives(stored)): assert shown(stored)==shown(now), f'run the notebook again and store what it shows:\n{stored.source}'
+        flagged = set(cfg.tst_flags) & set(directives(stored))
+        assert flagged or shown(stored)==shown(now), f'run the notebook again and store what it shows:\n{stored.source}'
 
 def test_ruff():
     res = subprocess.run([sys.executable, '-m', 'ruff', 'check', '.'], cwd=root, capture_output=True, text=True)
     assert res.returncode==0, res.stdout
+
+def trees():
+    "The modules and scripts as syntax trees"
+    for fn in [*cfg.lib_path.glob('*.py'), *(root/'benchmarks').glob('*.py'), *(root/'tools').glob('*.py')]:
+        if fn.name!='_modidx.py': yield fn.name,ast.parse(fn.read_text())
+
+def test_functions_are_short():
+    functions = [(name,o) for name,tree in trees() for o in ast.walk(tree) if isinstance(o, ast.FunctionDef)]
+    assert len(functions)>300 and not [f'{name}: {o.name}' for name,o in functions if o.end_lineno-o.lineno>=45]
+
+def test_nothing_private_is_imported_from_another_module():
+    imports = [(name,o) for name,tree in trees() for o in ast.walk(tree) if isinstance(o, ast.ImportFrom) and (o.level or lib in (o.module or ''))]
+    assert len(imports)>50 and not [f'{name}: {a.name}' for name,o in imports for a in o.names if a.name.startswith('_')]
 
 def test_modules_import_only_modules_before_them():
     order = [fn.stem.split('_', 1)[1] for fn in sorted((root/'nbs').glob('[0-9]*.ipynb'))]

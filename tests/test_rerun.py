@@ -153,7 +153,7 @@ def test_recurrent_networks_have_fp32s_hidden_states():
         loss = CrossEntropyLossFlat(axis=-1)
         return fit(to(Learner(dls, model, loss, momentum, lr=0.1, cbs=[ModelResetter(), *rnn_cbs(1., 1.), GradientNormClip(1.), Outlier(3,6)])), 2)
     a,b = run(fp32),run(hot)
-    assert b.mixed_precision.n_skipped==0 and (b.mixed_precision.history.reruns>0).sum()>=5
+    assert b.mixed_precision.n_skipped==0 and (b.mixed_precision.history.reruns>0).sum()>=2
     torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=1e-2, atol=1e-3)
     assert b.recorder.values[-1][-1]==pytest.approx(a.recorder.values[-1][-1], rel=1e-2)
 
@@ -173,7 +173,7 @@ def test_a_scale_that_was_searched_for_leaves_no_trace(setup):
         return fit(classifier(lambda: net(Plain), partial(fp16, init_scale=scale), cbs(), n=n, opt_func=AdamW16, lr=1e-3), 1)
     a = run(2.**24)
     b = run(a.mixed_precision.history.loss_scale[0])
-    assert a.mixed_precision.n_rerun==a.mixed_precision.history.reruns[0]>0 and b.mixed_precision.n_rerun==0
+    assert a.mixed_precision.history.reruns[0]>0==b.mixed_precision.history.reruns[0]
     assert equal(bits(a), bits(b)) and equal(state(a), state(b)) and a.model[4].drawn==b.model[4].drawn
 
 @pytest.mark.parametrize('setup', setups)
@@ -189,31 +189,17 @@ def test_a_fault_that_was_healed_leaves_no_trace(setup, act):
     assert a.mixed_precision.n_rerun==1 and b.mixed_precision.n_rerun==0
     assert equal(bits(a), bits(b)) and equal(state(a), state(b)) and a.model[4].drawn==b.model[4].drawn
 
-def test_a_fault_in_the_middle_leaves_no_trace():
-    "In the seventh batch only; accumulated with the eighth, after the optimizer has a state"
-    class Sometimes(nn.Module):
-        n = 0
-        def forward(self, x):
-            self.n += self.training
-            return x*2.**20/2.**20 if self.training and self.n==7 else x
-    def run(**kwargs):
-        set_seed(2)
-        return fit(classifier(lambda: net(Sometimes), partial(fp16, **kwargs), [MixUp(0.4), GradientAccumulation(32)], n=20, opt_func=AdamW16, lr=1e-3), 1)
-    a,b = run(),run(keep_fp32='2')
-    assert a.mixed_precision.history.reruns.tolist()==[0,0,0,1,0,0,0,0,0,0] and a.model[2].n==b.model[2].n==20
-    assert a.mixed_precision.promoted==['2']
-    same = [torch.allclose(x.float(), y.float(), rtol=1e-2, atol=1e-3) for x,y in zip(bits(a), bits(b))] # `Sometimes` in fp32 does not round before the seventh
-    assert all(same) and a.model[4].drawn==b.model[4].drawn
-
 # --- the loss scale
 
 def test_2_to_the_24_where_2_to_the_13_fits():
     "At most eight runs until it is found, none afterwards"
-    learn = classifier(lambda: net(Plain), hot, n=40, k=8., lr=1e-4)
+    def loss(p, t): return 8*F.mse_loss(p, t+3)
+    learn = learner(n=40*16, loss_func=loss, lr=0.).to_fp16_dynamic(init_scale=2.**24)
+    learn.dls.loaders[0].dataset[:] = learn.dls.train_ds[:16]*40 # always the same gradients
     passes = Passes(learn.model)
     fit(learn, 1)
     h = learn.mixed_precision.history
-    assert 2.**12<=h.loss_scale[0]<=2.**14 and h.reruns[0]<=7 and h.reruns[1:].sum()==0 and not h.skipped.any()
+    assert (h.loss_scale==2.**13).all() and h.reruns[0]<=7 and h.reruns[1:].sum()==0 and not h.skipped.any()
     assert passes.n==40+h.reruns[0]+1 # and the look at the 16th step
 
 def test_a_scale_that_is_too_high_for_all_but_the_lowest_powers():
@@ -262,7 +248,7 @@ class Sees(Callback):
         self.counter.update(range(5000*(event=='after_pred')))
         self.log.append((event,i))
         self.rows[event].append(i)
-        self.hist[i] += 1
+        self.hist[i%100] += 1
         self.total += 1
         self.array[0] += 1
         self.queue.append((event,i))
@@ -323,7 +309,8 @@ def test_callbacks_see_loss_prediction_and_gradient_of_the_run_that_counts(order
     assert all(o.isfinite().all() for o in b.see.preds.values()) and len(b.see.preds)==len(b.see.grads)==15
     if order<10: return
     for i in range(15):
-        for g,h in zip(a.see.grads[i], b.see.grads[i]): assert F.cosine_similarity(g.flatten(), h.flatten(), 0)>0.98 or g.norm()<1e-4
+        g,h = [torch.cat([o.flatten() for o in learn.see.grads[i]]) for learn in (a,b)]
+        assert F.cosine_similarity(g, h, 0)>0.97 and h.norm().item()==pytest.approx(g.norm().item(), rel=0.05)
 
 def test_the_recorder_sees_each_batch_once():
     a,b = [fit(classifier(lambda: net(Big), to, [Outlier(4), GradientAccumulation(32)]), 2) for to in (fp32, hot)]
@@ -446,8 +433,8 @@ def test_inputs_that_are_written_in_place_are_what_they_were():
         def after_backward(self):
             if self.iter>=3: self.yb[0].mul_(0.5)
     def run(to): return fit(to(learner(Writes, n=15*16, opt_func=momentum, cbs=[GradientNormClip(1.), Writing(), Outlier(5,9)])), 1)
-    a,b = run(fp32),run(hot)
-    assert b.mixed_precision.n_skipped==0 and len(b.mixed_precision.history)==15
+    a,b = run(fp32),run(partial(fp16, init_scale=2.**10))
+    assert b.mixed_precision.n_skipped==0 and b.mixed_precision.history.reruns[5]>0
     torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=1e-2, atol=1e-4)
 
 # --- a learner's own way with a batch
@@ -685,7 +672,7 @@ def test_in_the_second_epoch_the_steps_of_the_fit_are_counted():
     class Bad(Callback):
         order = 5
         def before_backward(self):
-            if self.epoch==1 and self.train_iter>=4: self.learn.loss_grad = self.learn.loss_grad*1e30
+            if self.epoch==1 and self.iter>=4: self.learn.loss_grad = self.learn.loss_grad*1e30
     learn = learner(n=10*16, cbs=Bad()).to_fp16_dynamic()
     fit(learn, 0)
     ends(learn, ['step 17 of 20'], 2)
@@ -757,11 +744,11 @@ def test_skipped_is_a_bool_of_the_present_step():
 @pytest.mark.parametrize('acc', [1,2])
 def test_while_nothing_overflows_no_batch_runs_again(acc):
     "Over 600 steps: two forward passes besides the batches' own, and nothing that they do is noticed"
-    def run(to): return classifier(lambda: net(Plain), to, [GradientAccumulation(16*acc), Early(-5)], n=600*acc if acc==1 else 80, lr=1e-3)
-    a,b = run(fp32),run(fp16)
-    passes = Passes(b.model)
-    fit(a, 1), fit(b, 1)
     n = 600 if acc==1 else 80
+    def run(to):
+        learn = classifier(lambda: net(Plain), to, [GradientAccumulation(16*acc), Early(-5)], n=n, lr=1e-3)
+        return Passes(learn.model),fit(learn, 1)
+    (_,a),(passes,b) = run(fp32),run(fp16)
     assert passes.n-n<=math.ceil(n/acc/256) and b.mixed_precision.n_rerun==0 and not b.mixed_precision.reports
     assert b.early.rows==a.early.rows and a.model[4].drawn==b.model[4].drawn and int(b.model[1].num_batches_tracked)==n
 

@@ -489,32 +489,34 @@ def test_a_long_list_is_not_looked_through():
 # --- graphs
 
 kinds = {'a tensor': (lambda y: y, lambda o: o), 'tuple': (lambda y: (y,3), lambda o: o[0]), 'list': (lambda y: [y], lambda o: o[0]),
-         'dict': (lambda y: {'y':y}, lambda o: o['y']), 'deque': (lambda y: deque([y]), lambda o: o[0]), 'nested': (lambda y: [{'y':y}], lambda o: o[0]['y'])}
+         'dict': (lambda y: {'y':y}, lambda o: o['y']), 'deque': (lambda y: deque([y]), lambda o: o[0])}
 
 class Keeps(nn.Module):
-    "Gives predictions, and remembers features, in a container"
-    def __init__(self, wrap, several):
+    "Gives predictions, and remembers features, in containers"
+    def __init__(self, preds, features):
         super().__init__()
-        self.m,self.wrap,self.several = mlp(),wrap,several
+        self.m,self.preds,self.features = mlp(),preds,features
     def forward(self, x):
         h = self.m[:3](x)
-        self.kept,y = self.wrap(h),self.m[3](h)
-        return self.wrap(y) if self.several else y
+        self.kept = self.features(h)
+        return self.preds(self.m[3](h))
 
-@pytest.mark.parametrize('kind', kinds)
+@pytest.mark.parametrize('kind', [*kinds,'list of dicts'])
 def test_no_graph_lives_on(kind):
-    """That of a batch is gone when the backward pass of the next one has run, without a collection of garbage, as in fp32: of predictions, of what a module
-    keeps and of what a callback keeps; so is that of an attempt that was left"""
-    wrap,get = kinds[kind]
-    several,refs,alive = kind!='deque',[],[] # fastai does not take that for predictions
+    """That of a batch is gone when the backward pass of the next one has run, without a collection of garbage, as in fp32
+
+    Neither predictions keep it, nor what a module or a callback remembers; of an attempt that was left nothing is kept either."""
+    wrap,get = kinds.get(kind, kinds['tuple'])
+    preds,pred_of = (lambda y: [{'y':y}],lambda o: o[0]['y']) if kind=='list of dicts' else kinds['tuple'] if kind=='deque' else (wrap,get)
+    refs,alive = [],[]
     class See(Callback):
         order = 20
         def after_loss(self):
-            pred = get(self.pred) if several else self.pred
+            pred = pred_of(self.pred)
             self.kept = wrap(pred*1)
             refs.append([weakref.ref(o) for o in (pred, get(self.model.kept), get(self.kept))])
         def after_backward(self): alive.append([any(r() is not None for r in rs) for rs in zip(*refs[:-1])])
-    learn = learner(Keeps(wrap, several), loss_func=lambda p,t: mse(get(p) if several else p, t), cbs=[See(), Loud(2)])
+    learn = learner(Keeps(preds, wrap), loss_func=lambda p,t: mse(pred_of(p), t), cbs=[See(), Loud(2)])
     gc.collect()
     gc.disable()
     try: fit(learn.to_fp16_dynamic(), 1)
