@@ -100,6 +100,7 @@ def chart(res):
         ax.set_xticks(range(len(lengths)), lengths)
         ax.axhline(1, color='0.5', lw=0.8, ls='--')
         ax.grid(axis='y', alpha=0.3)
+    axs[0].yaxis.set_major_formatter('{x:g}')
     axs[0].set_ylabel("distance to fp32's validation loss, %")
     fig.legend(*axs[0].get_legend_handles_labels(), loc='outside lower center', ncols=2)
     fig.suptitle(claim(res['rows']))

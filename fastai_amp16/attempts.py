@@ -157,12 +157,14 @@ def is_lost(self:Attempts):
 def is_valid(self:Attempts, raised=False):
     "Outside training: are prediction and loss finite? fastai reads them anyway"
     record = self.making.record
-    if record.lost or not self.rerun: return True
+    if record.lost or not self.rerun:
+        self.log.vain += record.lost
+        return True
     ts = [] if raised else [*tensors(self.learn.pred), *(tensors(self.learn.loss) if len(self.learn.yb) else ())]
     device = self.plan.params[0].device
     bad = ~torch.stack([t.detach().isfinite().all().to(device) for t in ts]).all() if ts else torch.tensor(raised, device=device)
     bad = self.ranks.read([bad.float()])[0]
     if not bad and not record.in_fp32: return True
     what = self.decide(Outcome.broken if bad else Outcome.fine)
-    if record.lost or what is Next.skip: self.log.vain += 1
+    if what is Next.skip: self.log.vain += 1
     return what is Next.skip

@@ -320,12 +320,7 @@ def _norms(e):
 def _verdict(e):
     r,case = e.report,e.case
     if r.verdict in ('weights','data','divergence'): yield Finding('error', r.producer, r.sentence, '# '+r.remedy)
-    elif r.verdict=='scale':
-        skips = math.log2(case.scale/r.new_scale)
-        if skips>16:
-            fact = f"{r.sentence} It would be found after {skips:.0f} skipped steps."
-            yield Finding('info', None, fact, f"{{keep}}.mixed_precision.scaler.update({r.new_scale:g})")
-    elif r.verdict!='healthy':
+    elif r.verdict not in ('healthy','scale'): # a scale that fits is found in the first step
         raised = any(o.severity=='error' for o in e.found)
         facts = dict.fromkeys(o.fact for o in e.found if o.keep)
         def sound(but=None):

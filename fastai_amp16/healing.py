@@ -97,7 +97,7 @@ def after_look(self:Healing, reports, healed, lost, raised):
     if not lost and silent: pass # wrong, but finite: the step is taken
     elif error is not None and self.ranks.size==1: raise error
     elif raised: raise RuntimeError(raised[0]) from error
-    elif reports or lost or record.looks>1: record.lost = True
+    elif reports or lost or record.looks>1 or not self.training: record.lost = True
     return Attempt(None) if lost else Attempt(self.plan, scale)
 
 @patch

@@ -352,12 +352,12 @@ class LearnerState:
         with torch._C.DisableTorchFunction():
             for i,(d,before) in enumerate(owners):
                 for k,v in d.items():
-                    if isinstance(v, (tuple,list,dict,deque)) and (c:=without_graph(v)) is not None: before[k] = c
+                    if i==0 and k in _results: before[k] = None
+                    elif isinstance(v, (tuple,list,dict,deque)) and (c:=without_graph(v)) is not None: before[k] = c
                     elif type(v) in _in_place:
                         within = [o for o in inside(v) if type(o) in _in_place]
                         containers += [f for o in (v, *within) if (f:=noted(o))]
                         places.update({(i,k,j): t for j,t in enumerate(inside(v)) if isinstance(t, Tensor) and t.grad_fn is None})
-                    elif i==0 and k in _results: before[k] = None
                     elif isinstance(v, Tensor):
                         if v.grad_fn is None: places[i,k] = v
                         else: before[k] = v.detach()

@@ -31,13 +31,16 @@ def weights(learn): return [p.detach().clone() for p in learn.model.parameters()
 
 def state(learn): return {k: v.clone() for k,v in learn.model.state_dict().items()}
 
-def equal(a, b): return all(torch.equal(x, y) for x,y in zip(a, b)) if isinstance(a, list) else all(torch.equal(v, b[k]) for k,v in a.items())
+def equal(a, b):
+    if isinstance(a, list): return all(torch.equal(x, y) for x,y in zip(a, b))
+    return all(torch.equal(v, b[k]) for k,v in a.items())
 
 def masters(learn):
     "What must hold outside a forward pass, in a fit as well"
     assert not torch.is_autocast_enabled('cpu') and torch.backends.mha.get_fastpath_enabled() and isinstance(learn.model, nn.Module)
     held = {id(p) for pg in learn.opt.param_lists for p in pg}
-    assert all(p.dtype in (torch.float32,torch.float64,torch.complex64) and (id(p) in held or not p.requires_grad) for p in learn.model.parameters())
+    for p in learn.model.parameters():
+        assert p.dtype in (torch.float32,torch.float64,torch.complex64) and (id(p) in held or not p.requires_grad)
 
 def clean(learn):
     "What must hold outside a fit, a validation or a prediction"
@@ -47,12 +50,16 @@ def clean(learn):
 def process_wide():
     "What torch and Python keep for the whole process or thread, and a fit may not change"
     torch.autocast_increment_nesting()
-    autocast = torch.autocast_decrement_nesting(),torch.get_autocast_dtype('cpu'),torch.is_autocast_cache_enabled(),torch.is_autocast_enabled('cpu')
+    nesting = torch.autocast_decrement_nesting()
+    autocast = nesting,torch.get_autocast_dtype('cpu'),torch.is_autocast_cache_enabled(),torch.is_autocast_enabled('cpu')
     modes = torch._C._len_torch_function_stack(),torch._C._len_torch_dispatch_stack(),torch._C._is_torch_function_enabled()
-    return autocast,modes,torch.is_grad_enabled(),torch.is_inference_mode_enabled(),torch.backends.mha.get_fastpath_enabled(),list(warnings.filters)
+    grads = torch.is_grad_enabled(),torch.is_inference_mode_enabled()
+    return autocast,modes,grads,torch.backends.mha.get_fastpath_enabled(),list(warnings.filters)
 
 class Poison(Callback):
-    "Makes the batches at `steps` overflow: in the forward pass by an infinite input, in the backward pass by a large gradient, or in fp16 only, in each `Detour`"
+    """Makes the batches at `steps` overflow
+
+    'forward': by an infinite input; 'backward': by a large gradient; 'precision': in fp16 only, in each `Detour`."""
     order = 5
     def __init__(self, steps, where): self.steps,self.where,self.i = steps,where,-1
     def before_batch(self):

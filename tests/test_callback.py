@@ -15,7 +15,8 @@ class Spy(nn.Module):
         self.m = m
     def forward(self, x):
         out = self.m(x)
-        if self.seen is not None: self.seen.append((type(self.m).__name__, self.training, x.dtype, getattr(self.m, 'weight', x).dtype, out.dtype))
+        row = type(self.m).__name__,self.training,x.dtype,getattr(self.m, 'weight', x).dtype,out.dtype
+        if self.seen is not None: self.seen.append(row)
         return out
 
 @both
@@ -139,7 +140,8 @@ def test_each_attempt_reads_once():
 
 def test_at_most_30_operators_a_step():
     "However many tensors there are: all but forward and backward pass, so noting what a batch may change, loss, clipping and optimizer"
-    def deep(n): return nn.Sequential(nn.Linear(8,16), *[nn.Sequential(nn.Linear(16,16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(n)], nn.Linear(16,1))
+    def block(): return nn.Sequential(nn.Linear(16,16), nn.BatchNorm1d(16), nn.ReLU())
+    def deep(n): return nn.Sequential(nn.Linear(8,16), *[block() for _ in range(n)], nn.Linear(16,1))
     def ops(n):
         learn = learner(lambda: deep(n), cbs=GradientNormClip(1e-3)).to_fp16_dynamic(init_scale=1.)
         learn.remove_cb(learn.recorder)
@@ -168,8 +170,8 @@ def test_true_gradients_after_order_10():
     a,b = [fit(to(learner(plain_mlp, cbs=Grads())), 1).seen for to in (Learner.to_fp32, Learner.to_fp16_dynamic)]
     for x,y in zip(a, b): torch.testing.assert_close(x, y, rtol=5e-3, atol=1e-3)
 
-@pytest.mark.parametrize('kw', [dict(init_scale=0.), dict(init_scale=-2.), dict(min_scale=-1.), dict(min_scale=8., max_scale=4.), dict(on_spiral='hope'), dict(patience=0),
-                                dict(patience=1.5), dict(keep_fp32='lin')])
+@pytest.mark.parametrize('kw', [dict(init_scale=0.), dict(init_scale=-2.), dict(min_scale=-1.), dict(min_scale=8., max_scale=4.), dict(on_spiral='hope'),
+                                dict(patience=0), dict(patience=1.5), dict(keep_fp32='lin')])
 def test_bad_arguments_change_nothing(kw):
     learn = learner().to_bf16_dynamic()
     before = learn.mixed_precision
@@ -184,7 +186,8 @@ def test_unknown_argument():
 def test_unknown_amp_mode(mode):
     with pytest.raises(ValueError, match=f"amp_mode={mode!r}.*'fp16' or 'bf16'"): DynamicMixedPrecision(mode)
 
-@pytest.mark.parametrize('model,says', [(nn.ReLU(), 'no parameters'), (mlp().half(), 'torch.float16'), (mlp().bfloat16(), 'torch.bfloat16')])
+@pytest.mark.parametrize('model,says', [(nn.ReLU(), 'no parameters'), (mlp().half(), 'torch.float16'), (mlp().bfloat16(), 'torch.bfloat16')],
+                         ids=['none','fp16','bf16'])
 def test_models_that_cannot_be(model, says):
     with pytest.raises(ValueError, match=says): learner(model).to_fp16_dynamic()
     if says!='no parameters':

@@ -2,7 +2,9 @@
 import importlib,inspect,json,re,symtable
 from dataclasses import is_dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
+import pandas as pd
 import pytest
 from fastcore.docments import docments
 from fastcore.nbio import read_nb
@@ -16,6 +18,16 @@ def test_readme_is_the_index():
     text,pictures = readme.make()
     assert (root/'README.md').read_text()==text, 'run `python tools/readme.py`'
     assert {p: (root/p).read_bytes() for p in pictures}==pictures and len(pictures)==len(list((root/'nbs'/'images').iterdir()))
+
+def test_tables_lose_their_looks_in_the_readme_and_keep_their_colors_on_the_site():
+    df = pd.DataFrame({'module': ['0 < 1','2'], 'bits': [1.,2.]})
+    styled = df.style.format({'module': escape}).bar('bits', color='rgba(56,139,253,.35)').to_html()
+    assert readme.plain(styled)!=styled==docs.colored(styled)
+    def cells(html): return re.sub('<[^>]*>', ' ', html.split('</style>')[-1]).split()
+    for html in (styled, df._repr_html_()):
+        assert not re.search(r'<style|<\w+ [^>]*(id|class|style)=', readme.plain(html)) and cells(readme.plain(html))==cells(html)
+    assert 'style' not in docs.colored(df._repr_html_())
+    assert readme.plain('<th class="a" colspan="2" id="b">')=='<th colspan="2">'
 
 def test_report_is_made_of_the_results():
     text = (root/'benchmarks'/'README.md').read_text()
@@ -83,6 +95,7 @@ def test_site(tmp_path):
     for path,text in pages.items():
         assert not re.search(r'href="[^"]*ipynb', text) and not re.search(r'<(script|link|img|iframe)[^>]*(src|href)="(https?:)?//', text), path
         for o in re.findall(r'<img [^>]*src="([^"]*)"', text): assert (path.parent/o).exists(), o
+    assert re.search(r'<style[^>]*>[^<]*rgba\(218,54,51,.22\)', pages[tmp_path/'tutorials'/'reports.html']) # the row of the producer
 
 def names_in(source):
     "Names that code binds at its top level, imports aside, and names that it takes from there"

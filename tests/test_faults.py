@@ -4,8 +4,8 @@ from collections import Counter
 import fastai.basics
 import fastai_amp16.all
 import pytest,torch
-from fastai.basics import (Callback,CancelBackwardException,CancelBatchException,CancelEpochException,CancelFitException,CancelStepException,
-                           CancelTrainException,Learner,SGD,nn,partial,set_seed)
+from fastai.basics import (Callback,CancelBackwardException,CancelBatchException,CancelEpochException,CancelFitException,CancelTrainException,
+                           Learner,SGD,nn,partial,set_seed)
 from fastai.callback.all import GradientAccumulation,TerminateOnNaNCallback
 from fastai_amp16.all import FusedAdam,half_forward
 from fastai_amp16.precision import own_forward
@@ -51,7 +51,8 @@ class Deep(nn.Module):
     "Modules in modules, and a checkpointed one, which runs again in the backward pass"
     def __init__(self):
         super().__init__()
-        self.inp,self.norm,self.kept = Half(nn.Linear(8,16)),Half(nn.LayerNorm(16)),Half(nn.Sequential(Half(nn.Linear(16,16)), nn.GroupNorm(2,16)))
+        self.inp,self.norm = Half(nn.Linear(8,16)),Half(nn.LayerNorm(16))
+        self.kept = Half(nn.Sequential(Half(nn.Linear(16,16)), nn.GroupNorm(2,16)))
         self.again,self.out = Half(nn.Sequential(nn.Linear(16,16), nn.BatchNorm1d(16), nn.ReLU())),nn.Linear(16,1)
     def forward(self, x):
         x = self.kept(self.norm(self.inp(x)))
@@ -71,8 +72,8 @@ class Loss:
         return mse(p, t)
 
 events = [e for e in fastai.callback.core._events if e!='after_create' and 'cancel' not in e]
-sites = [*[(e, order) for e in events for order in (-30, 99)], *[(f'{n} {way}', 0) for n in ('inp','norm','kept','again','kept.m.0') for way in ('forward','backward')],
-         ('loss',0), ('optimizer',0)]
+parts = [f'{n} {way}' for n in ('inp','norm','kept','again','kept.m.0') for way in ('forward','backward')]
+sites = [*((e, order) for e in events for order in (-30, 99)), *((o, 0) for o in (*parts,'loss','optimizer'))]
 def all_interrupts():
     "A Ctrl-C everywhere; other exceptions take other ways only within a batch"
     for site,order in sites:
@@ -138,7 +139,7 @@ def test_at_every_event_the_model_is_the_users_own(order):
     clean(learn)
 
 class StopAtLine:
-    "Counts the lines that run in our modules and in torch's autocast; raises KeyboardInterrupt at the `n`-th time of the line `at`, as a Ctrl-C may"
+    "Counts the lines that run in our modules and in torch's autocast; raises, as a Ctrl-C may, at the `n`-th time of the line `at`"
     files = {torch.amp.autocast_mode.__file__, *(m.__file__ for n,m in sys.modules.items() if n.startswith('fastai_amp16.'))}
     def __init__(self, at=None, n=0): self.at,self.n,self.times,self.raised = at,n,Counter(),False
     def __call__(self, frame, event, arg): return self.local if frame.f_code.co_filename in self.files else None
@@ -201,47 +202,49 @@ class CountEvents(Callback):
     def __init__(self): self.n = Counter()
 for e in fastai.callback.core._events: setattr(CountEvents, e, lambda self, e=e: self.n.update([e]))
 
-@pytest.mark.parametrize('order', [-30, 8, 10.5, 99])
+@pytest.mark.parametrize('order', [-30, 10.5])
 @pytest.mark.parametrize('ex', cancels)
 def test_cancelled(ex, order):
     "By any exception at any event: what happens then is what happens in fp32"
-    def run(to, event, poison):
+    def run(to, event, poison=()):
         at = (1,) if event.endswith('fit') else (2,) if event.endswith(('epoch','train','validate')) else (2,5)
         count = CountEvents()
-        learn = to(learner(plain_mlp, shuffle=False, cbs=[Raise(event, ex, at, order), count, Poison(poison, 'backward')]))
+        learn = to(learner(plain_mlp, n=48, shuffle=False, cbs=[Raise(event, ex, at, order), count, Poison(poison, 'backward')]))
         try: fit(learn, 3)
         except ex: count.n['raised'] += 1
         return learn,count.n
     for event in events:
-        (a,na),(b,nb) = run(Learner.to_fp32, event, ()),run(Learner.to_fp16_dynamic, event, ())
+        (a,na),(b,nb) = run(Learner.to_fp32, event),run(Learner.to_fp16_dynamic, event)
         clean(b)
         assert na==nb and b.mixed_precision.n_skipped==0, event
         left = event in ('after_backward','before_step','after_step') and ex in (CancelTrainException,CancelEpochException)
         if left: assert all(p.grad is None for p in b.model.parameters()) # fp32 steps what is left of such a batch in the next epoch
         else:
             for p,q in zip(weights(a), weights(b)): torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-3)
+        if order<0: continue
         b,_ = run(Learner.to_fp16_dynamic, event, {0})
         clean(b)
         assert b.mixed_precision.n_skipped==b.mixed_precision.history.skipped.sum()==(event!='before_fit'), event
 
 @pytest.mark.parametrize('event,order,ex', [('before_step',0,'Step'), ('before_backward',99,'Batch'), ('after_backward',0,'Batch')])
 def test_cancelled_batches_say_nothing_about_the_next_step(event, order, ex):
-    "A callback cancels each second batch, whose loss is NaN; the scale finds its level by the others"
+    "A callback cancels each second batch, whose loss is NaN; all others are learned from"
     class Guard(Callback):
         def guard(self):
             if self.train_iter%2: raise getattr(fastai.basics, f'Cancel{ex}Exception')()
     guard = Guard()
     guard.order = order
     setattr(guard, event, guard.guard)
-    def loss_func(p, t): return mse(p, t)*1e4
     cbs = [guard, Poison(range(1,99,2), 'forward')] if event!='after_backward' else [guard]
-    learn = fit(learner(plain_mlp, loss_func=loss_func, cbs=cbs).to_fp16_dynamic(), 15)
-    df = learn.mixed_precision.history
-    assert learn.mixed_precision.scaler.get_scale()<2**16 and not df.skipped.iloc[-4:].any() and not df.grad_norm.isna().any()
+    learn = fit(learner(plain_mlp, loss_func=lambda p,t: mse(p, t)*1e4, cbs=cbs).to_fp16_dynamic(), 4)
+    mp = learn.mixed_precision
+    assert mp.scaler.get_scale()<2**16 and len(mp.history)==8 and mp.n_skipped==0 and not mp.history.grad_norm.isna().any()
 
 def test_cancelled_backward_passes_where_gradients_are_zeroed_in_place():
     "As fastai's optimizers do: there is a gradient in every step"
-    def run(to): return fit(to(learner(plain_mlp, shuffle=False, opt_func=SGD, cbs=Raise('before_backward', fastai.basics.CancelBackwardException, (2,3,6)))), 2)
+    def run(to):
+        cancels = Raise('before_backward', CancelBackwardException, (2,3,6))
+        return fit(to(learner(plain_mlp, shuffle=False, opt_func=SGD, cbs=cancels)), 2)
     a,b = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
     assert b.mixed_precision.history.skipped.tolist()==[False]*8
     for p,q in zip(weights(a), weights(b)): torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-4)
@@ -265,27 +268,30 @@ def test_a_cancelled_batch_is_not_part_of_the_next_step():
 
 def test_a_cancelled_backward_pass_does_not_count():
     "Not even if its loss was not finite"
-    learn = fit(learner(cbs=[Raise('before_backward', fastai.basics.CancelBackwardException, (1,), 99), Poison({0}, 'forward')]).to_fp16_dynamic(), 1)
+    learn = fit(learner(cbs=[Raise('before_backward', CancelBackwardException, (1,), 99), Poison({0}, 'forward')]).to_fp16_dynamic(), 1)
     assert learn.mixed_precision.n_skipped==0 and len(learn.mixed_precision.history)==3
 
 # --- overflow
 
 @pytest.mark.parametrize('where', ['forward','backward'])
 def test_smoothed_loss_goes_on_as_if_the_skipped_batch_had_not_been(where):
+    "Unless its loss is finite: then it is recorded, as in fp32"
     def losses(steps):
         learn = fit(learner(lr=0., cbs=[Poison(steps, where)], shuffle=False).to_fp16_dynamic(), 1)
         return [o.item() for o in learn.recorder.losses]
     plain,poisoned = losses(()),losses({1})
-    assert poisoned[0]==plain[0]==pytest.approx(poisoned[1], rel=1e-6)
-    own = [(plain[i]*(1-0.98**(i+1))-(plain[i-1]*0.98*(1-0.98**i) if i else 0))/0.02 for i in range(4)] # each batch's own loss
-    if where=='forward': assert losses({0,1})==pytest.approx([own[2], (own[3]*0.02+own[2]*0.02*0.98)/(1-0.98**2)], rel=1e-4)
-    else: assert losses({0})[0]==plain[0] # it is finite, and there is no other
+    if where=='backward': assert poisoned==plain
+    else:
+        own = [(plain[i]*(1-0.98**(i+1))-(plain[i-1]*0.98*(1-0.98**i) if i else 0))/0.02 for i in range(4)] # each batch's own loss
+        assert poisoned[:2]==[plain[0]]*(len(poisoned)-2) and all(map(math.isfinite, poisoned))
+        assert losses({0,1})[-2:]==pytest.approx([own[2], (own[3]*0.02+own[2]*0.02*0.98)/(1-0.98**2)], rel=1e-4)
 
 def test_an_epoch_without_a_loss_is_no_success():
-    learn = fit(learner(cbs=Poison(range(4), 'forward')).to_fp16_dynamic(), 2)
-    first,second = [v[0] for v in learn.recorder.values]
+    learn = fit(learner(cbs=Poison(range(4), 'forward')).to_fp16_dynamic(patience=5), 2)
+    recorder = learn.recorder
+    first,second = [v[0] for v in recorder.values]
     assert math.isnan(first) and second<1
-    assert all(o.isfinite() for o in learn.recorder.losses) and len(learn.recorder.losses)==len(learn.recorder.lrs)==learn.recorder.iters[-1]==4
+    assert all(o.isfinite() for o in recorder.losses) and len(recorder.losses)==len(recorder.lrs)==recorder.iters[-1]==4
 
 def test_losses_of_accumulated_batches_are_true_and_finite():
     "The overflow is in a batch before the one that steps"
@@ -295,36 +301,41 @@ def test_losses_of_accumulated_batches_are_true_and_finite():
     fp32,fp16 = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
     assert list(map(float, fp16.recorder.losses))==pytest.approx(list(map(float, fp32.recorder.losses)), rel=1e-3)
     learn = run(Learner.to_fp16_dynamic, {0,4})
-    assert len(learn.mixed_precision.history)==8 and learn.mixed_precision.n_skipped==2 and all(0<v[0]<1 for v in learn.recorder.values)
+    assert len(learn.mixed_precision.history)==8 and learn.mixed_precision.n_skipped==2
+    assert [v[0] for v in learn.recorder.values]==pytest.approx([v[0] for v in fp32.recorder.values], rel=0.2) # some batches are missing
 
 class BatchesOf(Callback):
     order = 97
     def before_fit(self): self.n = 0
     def after_batch(self): self.n += self.training
 
-@pytest.mark.parametrize('acc', [None, 32])
-@pytest.mark.parametrize('to,dtype', [('to_fp32',None), ('to_fp16_dynamic',torch.float16), ('to_bf16_dynamic',torch.bfloat16)])
+class Breaks(Callback):
+    "Makes the target or the loss of the second batch NaN"
+    def __init__(self, what): self.what,self.now = what,False
+    def before_batch(self):
+        self.now = self.training and self.train_iter==1
+        if self.now and self.what=='target': self.learn.yb = (self.y*math.nan,)
+    def loss_func(self, p, t): return mse(p, t)*(math.nan if self.now and self.what=='loss function' else 1)
+
+@pytest.mark.filterwarnings('ignore:The .* of the batch are not finite', 'ignore:`mul` in', 'ignore:The batch is not finite in fp32')
+@pytest.mark.parametrize('to,acc', [*((to, None) for to in ('to_fp32','to_fp16_dynamic','to_bf16_dynamic')), ('to_fp32',32), ('to_fp16_dynamic',32)])
 @pytest.mark.parametrize('why', ['input','target','loss function','precision'])
-def test_terminate_on_nan(why, to, dtype, acc):
-    "As documented it ends a fit when the loss is NaN, as the loss is in fp32; what only half precision cannot hold is skipped"
-    calls = []
-    def loss_func(p, t):
-        calls.append(1)
-        return mse(p, t)*(math.nan if why=='loss function' and len(calls)==2 else 1)
-    class Target(Callback):
-        def before_batch(self):
-            if why=='target' and self.training and self.train_iter==1: self.learn.yb = (self.y*math.nan,)
-    batches = BatchesOf()
+def test_terminate_on_nan(why, to, acc):
+    "As documented it ends a fit when the loss is NaN, as the loss is in fp32; what only half precision cannot hold runs again"
+    batches,breaks = BatchesOf(),Breaks(why)
     model = nn.Sequential(nn.Linear(8,8), nn.Dropout(0.5), Detour(), nn.BatchNorm1d(8), nn.Linear(8,1))
-    learn = learner(model, loss_func=loss_func, cbs=[TerminateOnNaNCallback(), batches, Target(), Poison({1}, {'input':'forward'}.get(why, why))])
+    cbs = [TerminateOnNaNCallback(), batches, breaks, Poison({1}, {'input':'forward'}.get(why, why))]
+    learn = learner(model, loss_func=breaks.loss_func, cbs=cbs)
     if acc: learn.add_cb(GradientAccumulation(acc))
     fit(getattr(learn, to)(), 2)
     assert batches.n==(8 if why=='precision' else 1)
-    if dtype:
-        assert all(b.isfinite().all() for b in state(learn).values()) and learn.mixed_precision.n_skipped==(why!='precision' or dtype==torch.float16)
-        clean(learn)
+    if to=='to_fp32': return
+    assert all(b.isfinite().all() for b in state(learn).values())
+    assert learn.mixed_precision.n_skipped==(why!='precision') and learn.mixed_precision.n_rerun>=(to=='to_fp16_dynamic')
+    clean(learn)
 
-def test_the_look_in_fp32_is_what_the_loss_function_sees():
+@pytest.mark.filterwarnings('ignore:`mul` in')
+def test_the_loss_function_sees_what_after_pred_has_made_of_the_prediction_in_each_run():
     "As in fastai's `RNNCallback`, a callback takes one of several predictions"
     class Two(nn.Sequential):
         def forward(self, x): return super().forward(x),x
@@ -332,36 +343,42 @@ def test_the_look_in_fp32_is_what_the_loss_function_sees():
         def after_pred(self): self.learn.pred = self.pred[0]
     cbs = [TakeFirst(), Poison({1}, 'precision'), TerminateOnNaNCallback()]
     learn = fit(learner(lambda: Two(nn.Linear(8,8), Detour(), nn.Linear(8,1)), cbs=cbs).to_fp16_dynamic(), 1)
-    assert learn.mixed_precision.history.skipped.tolist()==[False,True,False,False]
+    assert not learn.mixed_precision.history.skipped.any() and learn.mixed_precision.promoted==['1'] and learn.recorder.iters==[4]
 
-def test_the_look_in_fp32_leaves_no_trace():
-    "With and without TerminateOnNaNCallback: dropout, weights, statistics and what callbacks see are the same"
+@pytest.mark.filterwarnings('ignore:`mul` in')
+def test_runs_that_do_not_count_leave_no_trace():
+    "Dropout, weights, statistics and what callbacks see are those of a model that had its faulty module in fp32 from the start"
     class Look(Callback):
         order = 20
         def before_fit(self): self.seen = []
-        def after_backward(self): self.seen.append(self.pred.isfinite().all().item())
-    def run(cbs):
-        learn = learner(lambda: nn.Sequential(nn.Linear(8,8), Detour(), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8,1)), cbs=[Poison({1,2}, 'precision'), Look(), *cbs])
+        def after_backward(self): self.seen.append((self.pred.detach().clone(), self.loss.item()))
+    def run(keep_fp32=None, cbs=()):
+        model = nn.Sequential(nn.Linear(8,8), Detour(), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8,1))
+        learn = learner(model, cbs=[Poison(range(9), 'precision'), Look(), *cbs])
         buffers = list(map(id, learn.model.buffers()))
-        fit(learn.to_fp16_dynamic(), 2)
-        assert buffers==list(map(id, learn.model.buffers())) and learn.look.seen==[i not in (1,2) for i in range(8)]
+        fit(learn.to_fp16_dynamic(keep_fp32=keep_fp32), 2)
+        assert buffers==list(map(id, learn.model.buffers())) and len(learn.look.seen)==8
         return learn
-    a,b = run([]),run([TerminateOnNaNCallback()])
-    assert a.mixed_precision.n_skipped==b.mixed_precision.n_skipped==2 and equal(state(a), state(b))
+    kept,healed,guarded = run('1'),run(),run(cbs=[TerminateOnNaNCallback()])
+    assert kept.mixed_precision.n_rerun==0 and healed.mixed_precision.n_rerun>0
+    for o in (healed,guarded):
+        assert o.mixed_precision.promoted==['1'] and o.mixed_precision.n_skipped==0 and equal(state(o), state(kept))
+        assert all(torch.equal(p, q) and a==b for (p,a),(q,b) in zip(o.look.seen, kept.look.seen))
+        assert list(map(float, o.recorder.losses))==list(map(float, kept.recorder.losses))
 
 @both
 @pytest.mark.parametrize('where', ['forward','backward'])
 def test_persistent_overflow_then_health(where, to, dtype):
-    "Hundreds of bad batches cost time and nothing else: training ends no worse than fp32 that has not seen them, and the scale climbs back"
-    bad = range(50,350)
+    "Many bad batches cost little time and nothing else: training ends no worse than fp32 that has not seen them, at the scale of before"
+    bad,passes = range(20,100),[]
     learn = getattr(learner(cbs=Poison(bad, where)), to)(on_spiral='warn')
-    with pytest.warns(UserWarning, match='not finite|too large for fp32'): fit(learn, 135)
+    learn.model.register_forward_pre_hook(lambda m, x: passes.append(1) if m.training else None)
+    with pytest.warns(UserWarning, match='not finite|too large for fp32'): fit(learn, 45)
     df = learn.mixed_precision.history
-    assert df.skipped.tolist()==[i in bad for i in range(540)]
-    assert df.loss_scale.between(learn.mixed_precision.scaler.min_scale, learn.mixed_precision.scaler.max_scale).all()
-    if dtype==torch.float16: assert df.loss_scale[350]==(2**16 if where=='forward' else 2**-14) and (df.loss_scale[380:]==2**16).all()
+    assert df.skipped.tolist()==[i in bad for i in range(180)] and (df.loss_scale==(2**16 if dtype==torch.float16 else 1)).all()
+    assert len(passes)<180+40 # all besides the batches' own
     assert all(v.isfinite().all() for v in state(learn).values())
-    assert learn.recorder.values[-1][1]<1.1*fit(learner(), 60).recorder.values[-1][1]
+    assert learn.recorder.values[-1][1]<1.1*fit(learner(), 25).recorder.values[-1][1]
 
 def test_a_hidden_state_that_overflowed_is_reset():
     "fastai's recurrent models keep theirs from batch to batch"
@@ -381,24 +398,25 @@ def test_a_hidden_state_that_overflowed_is_reset():
 @pytest.mark.parametrize('where', ['forward','backward'])
 @both
 def test_a_skipped_step_changes_nothing(to, dtype, where):
+    "No weight, no statistic, no optimizer state, no loss scale: fp32 could not take it either"
     steps = {0,2,3}
     watch = Watch()
     learn = fit(getattr(learner(cbs=[Poison(steps, where), watch]), to)(), 2)
     mp = learn.mixed_precision
-    assert [i for i,c in enumerate(watch.changed) if not c]==sorted(steps) and all(len(c)>8 for i,c in enumerate(watch.changed) if i not in steps)
+    assert [i for i,c in enumerate(watch.changed) if not c]==sorted(steps)
+    assert all(len(c)>8 for i,c in enumerate(watch.changed) if i not in steps)
     assert watch.cancelled==sorted(steps)
     assert mp.n_skipped==3 and mp.history.skipped.tolist()==[i in steps for i in range(8)]
     assert mp.history.grad_norm[mp.history.skipped].map(math.isnan if where=='forward' else math.isinf).all()
     assert mp.history.grad_norm[~mp.history.skipped].gt(0).all()
-    if dtype==torch.float16: # what the forward pass did is no reason to lower the scale
-        assert mp.scaler.get_scale()==(2**16 if where=='forward' else 2**13)
-        assert mp.history.loss_scale.tolist()==([2**16]*8 if where=='forward' else [2**i for i in (16,15,15,14,13,13,13,13)])
+    scale = 2**16 if dtype==torch.float16 else 1
+    assert mp.scaler.get_scale()==scale and mp.history.loss_scale.tolist()==[scale]*8
     losses = [o.item() for o in learn.recorder.losses]
     assert all(map(math.isfinite, losses)) and learn.recorder.values[-1][0]>0
     clean(learn)
 
 def test_meant_infinities_are_no_forward_overflow():
-    "Logits masked by -inf: what overflows beside them is the backward pass"
+    "Logits masked by -inf: what overflows beside them is the backward pass, and a lower scale is all it takes"
     class Masked(nn.Module):
         def __init__(self):
             super().__init__()
@@ -406,51 +424,73 @@ def test_meant_infinities_are_no_forward_overflow():
         def forward(self, x): return self.lin(x).masked_fill(torch.tensor([False,True,False,False]), -math.inf),torch.tensor(math.inf)
     def loss(p, t): return nn.functional.cross_entropy(p[0], torch.zeros(len(p[0]), dtype=torch.long))*1e2
     learn = fit(learner(Masked(), loss_func=loss).to_fp16_dynamic(), 3)
-    assert 0<learn.mixed_precision.n_skipped<12 and learn.mixed_precision.scaler.get_scale()<2**16
+    mp = learn.mixed_precision
+    assert mp.n_skipped==0 and mp.scaler.get_scale()<2**16 and mp.history.reruns[0]>0 and not mp.promoted
 
 def test_gradients_that_need_a_scale_below_one():
-    learn = fit(learner(plain_mlp, loss_func=lambda p,t: 1e6*(p-t).sum(), opt_func=partial(SGD, mom=0.), lr=1e-9, n=256).to_fp16_dynamic(), 2)
-    assert learn.mixed_precision.scaler.get_scale()<1 and not learn.mixed_precision.history.skipped.iloc[-1]
+    def loss_func(p, t): return 1e6*(p-t).sum()
+    learn = fit(learner(plain_mlp, loss_func=loss_func, opt_func=partial(SGD, mom=0.), lr=1e-9, n=256).to_fp16_dynamic(), 2)
+    mp = learn.mixed_precision
+    assert mp.scaler.get_scale()<1 and not mp.history.skipped.any() and not mp.promoted
 
 def detour(): return nn.Sequential(nn.Linear(8,16), Detour(), nn.ReLU(), nn.Linear(16,1))
 
 @pytest.mark.parametrize('on_spiral', ['heal','warn','raise'])
-def test_a_forward_pass_that_overflows_twice_is_looked_into(on_spiral):
+def test_a_forward_pass_that_overflows_is_looked_into_at_once(on_spiral):
     learn = learner(detour, cbs=Poison(range(2,99), 'precision')).to_fp16_dynamic(on_spiral=on_spiral)
     mp = learn.mixed_precision
     if on_spiral=='raise':
         with pytest.raises(FloatingPointError, match='`mul` in 1 .Detour.'): fit(learn, 5)
     else:
         with pytest.warns(UserWarning, match='`mul` in 1 .Detour.'): fit(learn, 5)
-    assert mp.n_skipped==(18 if on_spiral=='warn' else 2) and mp.promoted==(['1'] if on_spiral=='heal' else []) and mp.reports[0].producer=='1'
+    assert mp.promoted==(['1'] if on_spiral=='heal' else []) and mp.reports[0].producer=='1'
+    assert mp.n_skipped==(18 if on_spiral=='warn' else 0) and len(mp.history)==(2 if on_spiral=='raise' else 20)
     assert mp.scaler.get_scale()==2**16 and all(p.isfinite().all() for p in learn.model.parameters())
     clean(learn)
 
 @pytest.mark.parametrize('on_spiral', ['heal','warn','raise'])
-@pytest.mark.parametrize('kw', [dict(dynamic=False, init_scale=512.), dict(init_scale=1., min_scale=1.), {}])
+@pytest.mark.parametrize('kw', [dict(init_scale=1., min_scale=1.), {}])
 def test_gradients_that_fp32_cannot_hold_end_the_fit(on_spiral, kw):
     learn = learner(cbs=Poison(range(2,99), 'backward')).to_fp16_dynamic(on_spiral=on_spiral, patience=4, **kw)
+    mp = learn.mixed_precision
     if on_spiral=='raise':
         with pytest.raises(FloatingPointError, match='too large for fp32 as well'): fit(learn, 5)
     else:
-        with pytest.warns(UserWarning, match='too large for fp32 as well'): fit(learn, 5)
-    assert learn.mixed_precision.n_skipped==(18 if on_spiral=='warn' else 4) and learn.mixed_precision.reports[-1].verdict=='divergence'
-    assert all(p.isfinite().all() for p in learn.model.parameters())
+        with pytest.warns(UserWarning, match='too large for fp32 as well') as told: fit(learn, 5)
+        ends = [str(w.message) for w in told if 'Training stopped' in str(w.message)]
+        assert [o.startswith('Training stopped at step 6 (batch 6 of 20): neither fp16 nor fp32') for o in ends]==[True]*(on_spiral=='heal')
+    assert mp.n_skipped=={'heal':4, 'warn':18, 'raise':0}[on_spiral] and len(mp.history)=={'heal':6, 'warn':20, 'raise':2}[on_spiral]
+    assert mp.reports[-1].verdict=='divergence' and all(p.isfinite().all() for p in learn.model.parameters())
     clean(learn)
 
-def test_calibration_is_no_spiral():
-    "After `patience` overflows the scale that fits is measured, not searched for"
+@pytest.mark.parametrize('on_spiral', ['heal','warn','raise'])
+def test_a_static_scale_that_is_too_high_skips_and_says_so(on_spiral):
+    "fp32 could take these steps, and nobody says that it could not"
+    learn = learner(n=160).to_fp16_dynamic(on_spiral=on_spiral, dynamic=False, init_scale=2.**24, patience=4)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        fit(learn, 1)
+    ends,mp = [str(w.message) for w in told if 'Training stopped' in str(w.message)],learn.mixed_precision
+    assert mp.n_skipped==len(mp.history)==(4 if on_spiral=='heal' else 10) and mp.scaler.get_scale()==2**24
+    assert ['static' in o and 'nor fp32' not in o for o in ends]==[True]*(on_spiral=='heal')
+    clean(learn)
+
+def test_a_first_scale_that_is_too_high_is_no_fault():
+    "It is found in the first step, at most eight runs, without a word; training is fp32's"
+    def loss_func(p, t): return mse(p, t)*1e6
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        learn = learner(loss_func=lambda p,t: mse(p, t)*1e6).to_fp16_dynamic(on_spiral='raise')
-        fit(learn, 3)
-    mp = learn.mixed_precision
-    assert mp.n_skipped==3 and mp.scaler.get_scale()<2**8 and [r.verdict for r in mp.reports]==['scale'] and mp.reports[0].new_scale==mp.scaler.get_scale()
+        learn = fit(learner(loss_func=loss_func, shuffle=False).to_fp16_dynamic(on_spiral='raise'), 3)
+    mp,fp32 = learn.mixed_precision,fit(learner(loss_func=loss_func, shuffle=False), 3)
+    assert mp.n_skipped==0 and mp.history.reruns[0]==mp.n_rerun<8 and mp.scaler.get_scale()<2**8 and mp.reports==[]
+    assert list(map(float, learn.recorder.losses))==pytest.approx(list(map(float, fp32.recorder.losses)), rel=0.02)
 
-def test_a_spiral_does_not_go_on_in_the_next_fit():
-    learn = learner(detour, n=48, cbs=Poison({0,3,7,8}, 'precision')).to_fp16_dynamic(on_spiral='raise')
+@pytest.mark.filterwarnings('ignore:The inputs of the batch')
+def test_bad_batches_at_the_end_of_a_fit_do_not_end_the_next():
+    learn = learner(n=48, cbs=Poison({1,2,3,4,7,8,9}, 'forward')).to_fp16_dynamic()
     fit(learn, 1), fit(learn, 1)
-    with pytest.raises(FloatingPointError): fit(learn, 1)
+    assert learn.mixed_precision.history.skipped.tolist()==[False,True,True,True,True,False]
+    with pytest.warns(UserWarning, match='Training stopped at step 4 .batch 4 of 6'): fit(learn, 2) # one good, three bad
 
 @pytest.mark.parametrize('where', ['forward','backward'])
 def test_overflow_in_one_of_several_accumulated_batches_drops_the_step(where):
@@ -459,7 +499,7 @@ def test_overflow_in_one_of_several_accumulated_batches_drops_the_step(where):
     assert learn.mixed_precision.history.skipped.tolist()==[False,True,False,False]
     stepped = [any('weight' in str(k) for k in c) for c in watch.changed]
     assert stepped==[False,True,False,False,False,True,False,True]
-    assert learn.mixed_precision.scaler.get_scale()==(2**16 if where=='forward' else 2**15)
+    assert learn.mixed_precision.scaler.get_scale()==2**16
     assert all(b.isfinite().all() for b in learn.model.buffers())
 
 @pytest.mark.parametrize('early', [False, True])
@@ -485,12 +525,12 @@ def test_batch_that_the_model_cannot_be_called_with():
     with pytest.raises(TypeError): fit(learn)
     clean(learn)
 
-@pytest.mark.parametrize('e', [None, CancelFitException, KeyboardInterrupt])
+@pytest.mark.parametrize('event,e', [(None,None), *((n,e) for n in ('after_backward','before_step','after_batch','after_epoch')
+                                                    for e in (CancelFitException,KeyboardInterrupt))])
 @pytest.mark.parametrize('acc', [None, 99])
-@pytest.mark.parametrize('event', ['after_backward','before_step','after_batch','after_epoch'])
-def test_scaled_gradients_never_enter_another_fit(event, acc, e):
+def test_scaled_gradients_never_enter_another_fit(event, e, acc):
     "Not even one in fp32: whatever ended the fit that made them"
-    cbs = [Raise(event, e, (3,) if 'epoch' not in event else (1,), 99)]*(e is not None)+[GradientAccumulation(acc)]*(acc is not None)
+    cbs = ([Raise(event, e, (3,) if event!='after_epoch' else (1,), 99)] if e else [])+[GradientAccumulation(acc)]*(acc is not None)
     learn = learner(plain_mlp, opt_func=SGD, lr=0.01, cbs=cbs).to_fp16_dynamic()
     try: fit(learn, 3)
     except KeyboardInterrupt: pass

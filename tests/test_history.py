@@ -8,10 +8,12 @@ from common import Poison,fit,learner
 
 def test_steps_are_counted():
     log = History()
-    for row in ((2.**16,5,False,1.), (2.**16,0,False,2.), (2.**16,1,True,math.inf), (2.**15,0,True,math.nan), (2.**15,2,False,3.)): log.add(*row)
+    rows = (2.**16,5,False,1.),(2.**16,0,False,2.),(2.**16,1,True,math.inf),(2.**15,0,True,math.nan),(2.**15,2,False,3.)
+    for row in rows: log.add(*row)
     assert (log.n_rerun,log.n_skipped,log.unsaved)==(8,2,0)
     df = log.frame()
-    assert list(df.columns)==['step','loss_scale','reruns','skipped','grad_norm'] and df.step.tolist()==[*range(5)] and df.skipped.dtype==bool
+    assert list(df.columns)==['step','loss_scale','reruns','skipped','grad_norm']
+    assert df.step.tolist()==[*range(5)] and df.skipped.dtype==bool
     assert df.reruns.tolist()==[5,0,1,0,2] and len(History().frame())==0 and History().frame().skipped.dtype==bool
 
 def test_skipped_steps_in_a_row_are_counted():
@@ -43,14 +45,16 @@ def test_history_and_metrics_of_a_fit():
     mp = learn.mixed_precision
     df = mp.history
     assert df.skipped.tolist()==[i in (1,3,5) for i in range(8)] and mp.n_skipped==3 and df.reruns[0]>1 and mp.n_rerun==df.reruns.sum()
-    assert df.loss_scale[~df.skipped].nunique()==1 and df.grad_norm[df.skipped].map(math.isinf).all() and df.grad_norm[~df.skipped].between(0, 100).all()
+    norms = df.grad_norm
+    assert df.loss_scale[~df.skipped].nunique()==1 and norms[df.skipped].map(math.isinf).all() and norms[~df.skipped].between(0, 100).all()
     assert learn.recorder.metric_names==['epoch','train_loss','valid_loss','loss_scale','skipped_steps','grad_norm','time']
     assert [v[2:4] for v in learn.recorder.values]==[[mp.scaler.get_scale(),2],[mp.scaler.get_scale(),1]]
     for v,d in zip(learn.recorder.values, (df[:4],df[4:])): assert v[4]==pytest.approx(d.grad_norm[~d.skipped].mean())
     _,axs = plt.subplots(2, 1)
     mp.plot(axs)
     drawn = {o.get_label(): o.get_xdata().tolist() for o in axs[0].lines}
-    assert drawn['ran again: 1']==[0] and drawn['skipped: 3']==[1,3,5] and axs[0].get_yscale()=='log' and set(axs[1].lines[1].get_ydata())=={0.25}
+    assert drawn['ran again: 1']==[0] and drawn['skipped: 3']==[1,3,5] and axs[0].get_yscale()=='log'
+    assert set(axs[1].lines[1].get_ydata())=={0.25}
     fit(learn.to_fp32(), 1)
     assert learn.recorder.values[-1][2:]==[None]*3
 
@@ -58,7 +62,7 @@ def test_metrics_of_an_epoch_without_a_step():
     learn = learner(metrics=metrics()).to_fp16_dynamic()
     with learn.no_bar(), learn.no_logging(): assert list(learn.validate())[1:]==[2**16,0,None]
 
-@pytest.mark.parametrize('rows', [[], [(1.,0,True,math.inf)]*3, [(1.,2,True,math.nan),(2.,1,False,1.)]], ids=['nothing','skipped only','both'])
+@pytest.mark.parametrize('rows', [[], [(1.,0,True,math.inf)]*3, [(1.,2,True,math.nan),(2.,1,False,1.)]], ids=['nothing','skipped','both'])
 def test_plots_of_any_history(rows):
     log = History()
     for row in rows: log.add(*row)

@@ -1,5 +1,6 @@
 "`half_forward` beside plain autocast, norms beside float64, and what is left behind (nothing)"
-import copy,gc,math,pickle
+import copy,gc,pickle
+from functools import partial
 import pytest,torch
 import torch.nn.functional as F
 from fastai.layers import BatchNorm1dFlat,LinBnDrop
@@ -52,6 +53,10 @@ def img(): return torch.randn(2,4,6,6)
 def vec(): return torch.randn(5,8)
 def seq(): return torch.randn(3,5,8)
 def vols(): return torch.randn(2,2,4,4,4)
+def attention(**kwargs): return nn.MultiheadAttention(8, 2, batch_first=True, **kwargs)
+def checkpointed(reentrant):
+    block = nn.Sequential(nn.Linear(8,8), nn.GELU(), nn.Linear(8,8))
+    return Net(lambda s,x: s.o(checkpoint(s.a, s.i(x), use_reentrant=reentrant)), i=nn.Linear(8,8), a=block, o=nn.Linear(8,2))
 def sep_attention(s, x): return s.a(x, x[:,:3].flip(2), x[:,:3], need_weights=False)[0]
 nets = {
     'linear':             (lambda: nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,4)), vec),
@@ -61,10 +66,10 @@ nets = {
     'grouped conv':       (lambda: nn.Sequential(nn.Conv2d(4,8,3, groups=2), nn.Conv2d(8,8,3, groups=8)), img),
     'transposed conv':    (lambda: nn.Sequential(nn.ConvTranspose2d(4,6,3, stride=2), nn.ReLU(), nn.ConvTranspose2d(6,4,3, groups=2)), img),
     'channels last':      (lambda: nn.Sequential(nn.Conv2d(4,8,3), nn.ReLU(), nn.Conv2d(8,4,3)).to(memory_format=torch.channels_last), img),
-    'attention':          (lambda: Net(lambda s,x: s.a(x,x,x)[0], a=nn.MultiheadAttention(8,2, batch_first=True)), seq),
-    'cross attention':    (lambda: Net(sep_attention, a=nn.MultiheadAttention(8,2, batch_first=True)), seq),
-    'attention, kdim':    (lambda: Net(lambda s,x: s.a(x, x[...,:6], x[...,:4])[0], a=nn.MultiheadAttention(8,2, kdim=6, vdim=4, batch_first=True)), seq),
-    'attention, bias_kv': (lambda: Net(lambda s,x: s.a(x,x,x)[0], a=nn.MultiheadAttention(8,2, add_bias_kv=True, batch_first=True)), seq),
+    'attention':          (lambda: Net(lambda s,x: s.a(x,x,x)[0], a=attention()), seq),
+    'cross attention':    (lambda: Net(sep_attention, a=attention()), seq),
+    'attention, kdim':    (lambda: Net(lambda s,x: s.a(x, x[...,:6], x[...,:4])[0], a=attention(kdim=6, vdim=4)), seq),
+    'attention, bias_kv': (lambda: Net(lambda s,x: s.a(x,x,x)[0], a=attention(add_bias_kv=True)), seq),
     'tied':               (tied, vec),
     'tied embedding':     (tied_embedding, lambda: torch.randint(0,11,(6,))),
     'weight_norm':        (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8,8)), nn.ReLU(), nn.Linear(8,4)), vec),
@@ -78,8 +83,8 @@ nets = {
     'cosine':             (lambda: nn.Sequential(nn.Linear(8,8), CosineLinear(8,4)), vec),
     'bilinear':           (lambda: Net(lambda s,x: s.o(s.b(x,x)), b=nn.Bilinear(8,8,4), o=nn.Linear(4,4)), vec),
     'unused':             (lambda: Net(lambda s,x: s.a(x), a=nn.Linear(8,8), b=nn.Linear(8,8)), vec),
-    'checkpoint':         (lambda: Net(lambda s,x: s.o(checkpoint(s.a, x, use_reentrant=False)), a=nn.Sequential(nn.Linear(8,8), nn.GELU(), nn.Linear(8,8)), o=nn.Linear(8,2)), vec),
-    'reentrant checkpoint': (lambda: Net(lambda s,x: s.o(checkpoint(s.a, s.i(x), use_reentrant=True)), i=nn.Linear(8,8), a=nn.Sequential(nn.GELU(), nn.Linear(8,8)), o=nn.Linear(8,2)), vec),
+    'checkpoint':         (lambda: checkpointed(False), vec),
+    'reentrant checkpoint': (lambda: checkpointed(True), vec),
 }
 lstm = lambda: Net(lambda s,x: s.o(s.r(x)[0]), r=nn.LSTM(8,6, batch_first=True), o=nn.Linear(6,4))
 
@@ -167,16 +172,19 @@ class Whiten(nn.Module):
 d1,d2,d3,line = (8,16),(8,16,5,5),(4,16,3,4,4),(8,16,12)
 norms = {'BatchNorm1d': (lambda **k: nn.BatchNorm1d(16, **k), d1), 'BatchNorm2d': (lambda **k: nn.BatchNorm2d(16, **k), d2),
     'BatchNorm3d': (lambda **k: nn.BatchNorm3d(16, **k), d3), 'BatchNorm1d, plain': (lambda: nn.BatchNorm1d(16, affine=False), d1),
-    'BatchNorm2d, plain': (lambda: nn.BatchNorm2d(16, affine=False), d2), 'BatchNorm2d, no stats': (lambda: nn.BatchNorm2d(16, track_running_stats=False), d2),
+    'BatchNorm2d, plain': (lambda: nn.BatchNorm2d(16, affine=False), d2),
+    'BatchNorm2d, no stats': (lambda: nn.BatchNorm2d(16, track_running_stats=False), d2),
     'SyncBatchNorm': (lambda: nn.SyncBatchNorm(16).eval(), d2), # trains on GPUs only
     'LayerNorm': (lambda: nn.LayerNorm(16), d1), 'LayerNorm, plain': (lambda: nn.LayerNorm(16, elementwise_affine=False), d1),
     'GroupNorm': (lambda: nn.GroupNorm(4,16), d2), 'GroupNorm, plain': (lambda: nn.GroupNorm(4,16, affine=False), d2),
     'InstanceNorm1d': (lambda: nn.InstanceNorm1d(16, affine=True), line), 'InstanceNorm2d': (lambda: nn.InstanceNorm2d(16), d2),
     'InstanceNorm2d, stats': (lambda: nn.InstanceNorm2d(16, affine=True, track_running_stats=True), d2),
     'InstanceNorm3d': (lambda: nn.InstanceNorm3d(16, affine=True), d3), 'RMSNorm': (lambda: nn.RMSNorm(16), d1),
-    'RMSNorm, plain': (lambda: nn.RMSNorm(16, elementwise_affine=False), d1), 'LocalResponseNorm': (lambda: nn.LocalResponseNorm(3, alpha=1.), d2),
+    'RMSNorm, plain': (lambda: nn.RMSNorm(16, elementwise_affine=False), d1),
+    'LocalResponseNorm': (lambda: nn.LocalResponseNorm(3, alpha=1.), d2),
     'CrossMapLRN2d': (lambda: nn.CrossMapLRN2d(3, alpha=1.), d2), 'BatchNorm1dFlat': (lambda: BatchNorm1dFlat(16), (4,3,16)),
-    'LayerNorm2d': (lambda: LayerNorm2d(16), d2), 'BatchNormAct2d': (lambda: BatchNormAct2d(16), d2), 'MyRMSNorm': (lambda: MyRMSNorm(16), d1),
+    'LayerNorm2d': (lambda: LayerNorm2d(16), d2), 'BatchNormAct2d': (lambda: BatchNormAct2d(16), d2),
+    'MyRMSNorm': (lambda: MyRMSNorm(16), d1),
     'Whiten': (lambda: Whiten(16), d1)}
 
 @pytest.mark.parametrize('name', norms)
@@ -203,10 +211,11 @@ def test_norms_compute_in_fp32(name):
     for a,b in zip(norm.buffers(), exact_norm.buffers()): torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-2)
 
 @pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
-@pytest.mark.parametrize('shape,layout', [((8,16), None), ((4,16,8,8), None), ((4,16,8,8), torch.channels_last), ((4,16,4,4,4), torch.channels_last_3d)])
+@pytest.mark.parametrize('shape,layout', [((8,16), None), ((4,16,8,8), None), ((4,16,8,8), torch.channels_last),
+                                          ((4,16,4,4,4), torch.channels_last_3d)])
 @pytest.mark.parametrize('after', [lambda x: x, lambda x: x.transpose(0, 1)], ids=['','transposed'])
 def test_batch_norms_of_any_layout(dtype, shape, layout, after):
-    "Beside float64, with numbers near the end of fp16: the CPU's half-precision kernels overflow, backward, where input or gradient is not contiguous"
+    "Beside float64, near the end of fp16: the CPU's half-precision kernels overflow, backward, where input or gradient is not contiguous"
     torch.manual_seed(0)
     norm = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(shape)](16)
     nn.init.uniform_(norm.weight)
@@ -253,10 +262,12 @@ def test_norm_called_by_its_forward():
     assert out.float().abs().max()>0.5
 
 def test_checkpointed_norms_recompute_what_ran():
-    def net(f): return Net(f, stem=nn.Linear(8,8), block=nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8), MyRMSNorm(8), nn.BatchNorm1d(8), nn.Linear(8,8)))
+    def block(): return nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8), MyRMSNorm(8), nn.BatchNorm1d(8), nn.Linear(8,8))
+    def net(f): return Net(f, stem=nn.Linear(8,8), block=block())
     ref = run(lambda: net(lambda s,x: s.block(s.stem(x))), vec, half_forward, torch.float16)
     for reentrant in (True,False):
-        same(ref, run(lambda r=reentrant: net(lambda s,x: checkpoint(s.block, s.stem(x), use_reentrant=r)), vec, half_forward, torch.float16))
+        again = partial(checkpoint, use_reentrant=reentrant)
+        same(ref, run(lambda again=again: net(lambda s,x: again(s.block, s.stem(x))), vec, half_forward, torch.float16))
 
 # --- keep_fp32
 
@@ -268,8 +279,8 @@ class SE(nn.Module):
 
 def deep(): return nn.Sequential(nn.Linear(8,8), nn.Sequential(SE(), nn.Linear(8,8)), SE())
 
-@pytest.mark.parametrize('keep,names', [(SE, ['1.0','2']), ('*.0', ['1.0']), ('1', ['1']), (['2','0'], ['0','2']), (nn.Sigmoid, ['1.0.gate','2.gate']),
-    (lambda n,m: n.endswith('fc'), ['1.0.fc','2.fc']), ((SE,'0'), ['0','1.0','2']), (L('0'), ['0'])])
+@pytest.mark.parametrize('keep,names', [(SE, ['1.0','2']), ('*.0', ['1.0']), ('1', ['1']), (['2','0'], ['0','2']),
+    (nn.Sigmoid, ['1.0.gate','2.gate']), (lambda n,m: n.endswith('fc'), ['1.0.fc','2.fc']), ((SE,'0'), ['0','1.0','2']), (L('0'), ['0'])])
 def test_keep_fp32(keep, names):
     net = deep()
     assert sorted(find_modules(net, keep))==names
@@ -315,7 +326,8 @@ def test_keep_fp32_is_fp32():
     with half_forward(net, keep_fp32=net): out = net(x)
     assert torch.equal(out, net(x))
 
-@pytest.mark.parametrize('keep,near', [('1.0.fx', '1.0.fc'), (nn.SiLU, 'Sigmoid'), (nn.Linear(1,1), 'Linear'), (lambda n,m: False, 'SE'), (['0','sigmoid'], 'Sigmoid')])
+@pytest.mark.parametrize('keep,near', [('1.0.fx', '1.0.fc'), (nn.SiLU, 'Sigmoid'), (nn.Linear(1,1), 'Linear'), (lambda n,m: False, 'SE'),
+                                       (['0','sigmoid'], 'Sigmoid')])
 def test_keep_fp32_without_match(keep, near):
     with pytest.raises(ValueError) as e: half_forward(deep(), keep_fp32=keep)
     assert 'matches no module' in str(e.value) and near in str(e.value)
@@ -459,9 +471,10 @@ def test_gradients_of_large_weights_do_not_wait_for_each_other():
 
 # --- bad input
 
-@pytest.mark.parametrize('make,says', [(lambda: PrecisionPlan(nn.ReLU()), 'ReLU has no parameters'), (lambda: PrecisionPlan(nn.Sequential(nn.Linear(2,2).half())), '0.weight is torch.float16'),
-    (lambda: PrecisionPlan(nn.Linear(2,2).bfloat16()), 'weight is torch.bfloat16'), (lambda: PrecisionPlan(nn.Linear(2,2), torch.float32), 'dtype=torch.float32'),
-    (lambda: PrecisionPlan(nn.Linear(2,2, device='meta')), "'meta'")])
+@pytest.mark.parametrize('make,says', [(lambda: PrecisionPlan(nn.ReLU()), 'ReLU has no parameters'),
+    (lambda: PrecisionPlan(nn.Sequential(nn.Linear(2,2).half())), '0.weight is torch.float16'),
+    (lambda: PrecisionPlan(nn.Linear(2,2).bfloat16()), 'weight is torch.bfloat16'),
+    (lambda: PrecisionPlan(nn.Linear(2,2), torch.float32), 'dtype=torch.float32'), (lambda: PrecisionPlan(nn.Linear(2,2, device='meta')), "'meta'")])
 def test_bad_input(make, says):
     with pytest.raises(ValueError) as e: make()
     assert says in str(e.value) and '\n' not in str(e.value)
@@ -470,7 +483,8 @@ class Own(nn.Module):
     "Code of its own between children, one of them a norm, one checkpointed"
     def __init__(self, fail=False):
         super().__init__()
-        self.inp,self.norm,self.mid,self.out = nn.Linear(8,8),nn.LayerNorm(8),nn.Sequential(nn.Linear(8,8), Dtypes(), nn.Tanh()),nn.Linear(8,8)
+        self.inp,self.norm,self.out = nn.Linear(8,8),nn.LayerNorm(8),nn.Linear(8,8)
+        self.mid = nn.Sequential(nn.Linear(8,8), Dtypes(), nn.Tanh())
         self.weight,self.fail,self.seen = nn.Parameter(torch.eye(8)),fail,[]
     def forward(self, x):
         if self.fail: raise ValueError('now')

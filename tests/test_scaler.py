@@ -12,8 +12,9 @@ overflows = st.lists(st.tuples(st.booleans(), st.integers(1,25)), max_size=15).m
 def scalers(draw):
     "Any scaler that is possible"
     lo,init,hi = sorted(draw(st.lists(st.floats(2.**-126, 2.**120), min_size=3, max_size=3)))
-    return DynamicScaler('cpu', init, min_scale=lo, max_scale=draw(st.sampled_from([hi, math.inf])), growth_factor=draw(st.floats(1.01, 1e30)),
-                         backoff_factor=draw(st.floats(1e-30, 0.99)), growth_interval=draw(st.integers(1,8)), hysteresis=draw(st.integers(1,5)))
+    hi,growth,backoff = draw(st.sampled_from([hi, math.inf])),draw(st.floats(1.01, 1e30)),draw(st.floats(1e-30, 0.99))
+    interval,hysteresis = draw(st.integers(1,8)),draw(st.integers(1,5))
+    return DynamicScaler('cpu', init, growth, backoff, interval, hysteresis, min_scale=lo, max_scale=hi)
 
 @given(scalers(), overflows)
 def test_stays_within_bounds(s, overflows):
@@ -63,7 +64,8 @@ def steps(scaler, overflows):
 @given(powers, st.floats(1.01, 8), st.floats(0.3, 0.99), st.integers(1,10), st.lists(st.booleans(), max_size=40))
 def test_follows_torch_step_for_step(init, growth, backoff, interval, overflows):
     kw = dict(init_scale=init, growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
-    assert steps(DynamicScaler('cpu', hysteresis=1, min_scale=2.**-126, max_scale=math.inf, **kw), overflows) == steps(GradScaler('cpu', **kw), overflows)
+    ours = DynamicScaler('cpu', hysteresis=1, min_scale=2.**-126, max_scale=math.inf, **kw)
+    assert steps(ours, overflows)==steps(GradScaler('cpu', **kw), overflows)
 
 @given(overflows)
 def test_static_never_changes(overflows):
@@ -130,21 +132,93 @@ def test_overflow_of_one_optimizer_of_two_backs_off():
     s.update()
     assert [p.item() for p in ps]==[1., pytest.approx(0.9)] and s.get_scale()==2**15
 
-def test_grows_on_after_the_climb():
+halvings = st.lists(st.one_of(st.just(0), st.integers(0,20)), max_size=60) # by how much the present scale was too high, in each step
+
+def take(s, n): s.took(max(s.min_scale, s.get_scale()/2.**n))
+
+@given(scalers(), halvings)
+def test_a_step_taken_at_some_scale_leaves_one_within_bounds(s, halvings):
+    for n in halvings:
+        take(s, n)
+        assert s.min_scale<=s.get_scale()<=s.max_scale and math.isfinite(s.get_scale())
+
+@given(scalers(), st.integers(0,40))
+def test_steps_taken_at_the_present_scale_are_healthy_steps(s, n):
+    other = pickle.loads(pickle.dumps(s))
+    for _ in range(n):
+        s.took(s.get_scale())
+        other.update(found_inf=False)
+        assert s.get_scale()==other.get_scale()
+
+@given(scalers(), halvings, halvings)
+def test_the_state_continues_wherever_it_was_saved(s, before, after):
+    for n in before: take(s, n)
+    loaded = pickle.loads(pickle.dumps(s))
+    for n in (3,9,0): take(loaded, n)
+    loaded.load_state_dict(s.state_dict())
+    for n in after:
+        for c in (s,loaded): take(c, n)
+        assert s.state_dict()==loaded.state_dict()
+
+@pytest.mark.parametrize('steps,scale,returns', [(0,2.**-4,False), (0,2.**15,False), (1,2.**15,False), (1,2.**14,True), (1,2.**-4,True)],
+                         ids=['found in the first step','found, and near','one back-off','outlier','far outlier'])
+def test_a_lower_scale_stays_unless_one_batch_forced_it_far_down(steps, scale, returns):
+    s = DynamicScaler('cpu', growth_interval=10**6)
+    for _ in range(steps): s.took(2.**16)
+    s.took(scale)
+    assert s.get_scale()==scale
+    seen = []
+    while len(seen)<400:
+        s.took(s.get_scale())
+        seen.append(s.get_scale())
+    back = [min(scale*2.**((i+1)//8), 2.**16) for i in range(400)] # after some hundred steps, not ten thousand
+    assert seen==(back if returns else [scale]*400)
+
+def test_a_second_outlier_on_the_way_back_changes_nothing_but_the_way():
+    s = DynamicScaler('cpu', growth_interval=10**6)
+    for scale in (2.**16, 2.**4, *[2.**4]*8, 2.**1): s.took(scale)
+    assert s.get_scale()==2
+    for _ in range(8*15): s.took(s.get_scale())
+    assert s.get_scale()==2.**16
+
+def test_the_way_back_ends_where_the_gradients_overflow_again():
+    s = DynamicScaler('cpu', growth_interval=10**6)
+    for scale in (2.**16, 2.**4, *[2.**4]*8): s.took(scale)
+    assert s.get_scale()==2.**5
+    s.took(2.**4)
+    for _ in range(100): s.took(s.get_scale())
+    assert s.get_scale()==2.**4
+
+def test_hysteresis_counts_batches_that_ran_at_a_lower_scale():
+    s = DynamicScaler('cpu', hysteresis=3)
+    s.took(2.**16)
+    seen = []
+    for _ in range(4):
+        s.took(s.get_scale()/2)
+        seen.append(s.get_scale())
+        s.took(s.get_scale())
+    assert seen==[2.**16, 2.**16, 2.**15, 2.**14]
+
+def test_grows_on_after_the_way_back():
     s,free = [DynamicScaler('cpu', growth_interval=40) for _ in range(2)]
-    for o in [True]*200+[False]*200:
-        s.update(found_inf=o)
-        if not o: s.climb()
-    for _ in range(200): free.update(found_inf=False)
-    assert s.get_scale()==free.get_scale()>2**16
+    for scale in (2.**16, 2.**4): s.took(scale)
+    for _ in range(8*12+80): s.took(s.get_scale())
+    for _ in range(80): free.took(free.get_scale())
+    assert s.get_scale()==free.get_scale()==2.**18
+
+@given(halvings)
+def test_static_and_disabled_take_no_scale_over(halvings):
+    for s,scale in ((DynamicScaler('cpu', 512., dynamic=False), 512), (DynamicScaler('cpu', enabled=False), 1)):
+        for n in halvings: take(s, n)
+        assert s.get_scale()==scale
 
 def test_update_before_anything():
     with pytest.raises(RuntimeError, match='step()'): DynamicScaler('cpu').update()
 
-@pytest.mark.parametrize('kw', [dict(init_scale=0), dict(init_scale=-1.), dict(init_scale=math.inf), dict(init_scale=math.nan), dict(init_scale='big'),
-    dict(init_scale=2.**30), dict(init_scale=2.**-20), dict(min_scale=0), dict(min_scale=-1), dict(min_scale=2.**-130), dict(min_scale=4., max_scale=2.),
-    dict(max_scale=0), dict(growth_factor=1), dict(growth_factor=math.inf), dict(backoff_factor=1), dict(backoff_factor=0), dict(backoff_factor=-1),
-    dict(growth_interval=0), dict(growth_interval=2.5), dict(hysteresis=0), dict(hysteresis=None)])
+bad = dict(init_scale=[0, -1., math.inf, math.nan, 'big', 2.**30, 2.**-20], min_scale=[0, -1, 2.**-130], max_scale=[0], growth_factor=[1, math.inf],
+           backoff_factor=[1, 0, -1], growth_interval=[0, 2.5], hysteresis=[0, None])
+
+@pytest.mark.parametrize('kw', [*({k:v} for k,vs in bad.items() for v in vs), dict(min_scale=4., max_scale=2.)], ids=str)
 def test_bad_input(kw):
     with pytest.raises(ValueError) as e: DynamicScaler('cpu', **kw)
     msg = str(e.value)

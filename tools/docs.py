@@ -65,16 +65,23 @@ def render(nb, site):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(png)
         return os.path.relpath(path, (site/to).parent)
-    return '\n\n'.join(blocks(nb, picture, lambda s: linked(s, nb), lambda cell: (linked(o, nb) for o in exported(cell, module))))
+    return '\n\n'.join(blocks(nb, picture, lambda s: linked(s, nb), lambda cell: (linked(o, nb) for o in exported(cell, module)), colored))
+
+def colored(html):
+    "A table of pandas without its own looks, which the site has as well; with the colors that code has given it"
+    return re.sub(r'<style scoped>.*?</style>| border="1" class="dataframe"| style="text-align: right;"', '', html, flags=re.S)
 
 known = {} # where the signature of each public name is
+images = {} # files that are shown, and where they are on the site
 
 def linked(text, here):
     "Links to notebooks and files as links to their pages; names in backticks as links to signatures, but not in code and headings"
     at = Path(pages[here]).parent
     def file(m):
         path = (here.parent/m[1]).resolve()
-        return f"]({os.path.relpath(pages[path], at)}{m[2] or ''})" if path in pages else f']({m[1]})'
+        if path.suffix=='.png': images[path] = f'images/{path.name}'
+        to = pages.get(path) or images.get(path)
+        return f"]({os.path.relpath(to, at)}{m[2] or ''})" if to else f']({m[1]})'
     def name(m): return f'[`{m[1]}`]({os.path.relpath(known[m[1]], at)}#{m[1]})' if m[1] in known else m[0]
     def files(s): return re.sub(r'\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)', file, s)
     def names(s): return re.sub(r'`([\w.]+)`', name, s)
@@ -136,8 +143,9 @@ def build(out):
             elif path.suffix=='.py': text = _source(path)
             else:
                 text = linked(path.read_text(), path)
-                for o in re.findall(r'\]\((\w+\.(?:png|json))\)', text): shutil.copy(path.parent/o, (site/to).parent)
+                for o in re.findall(r'\]\((\w+\.json)\)', text): shutil.copy(path.parent/o, (site/to).parent)
             (site/to).write_text(text)
+        for path,to in images.items(): shutil.copy(path, site/to)
         _mkdocs(Path(d), out)
     (out/'404.html').unlink() # for servers only
 

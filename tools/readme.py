@@ -17,19 +17,24 @@ def _wrapped(line):
     is_row = '   ' in line.strip()
     return line if is_row or len(line)<=105 else fill(line, 100, subsequent_indent='    ', break_long_words=False)
 
+def plain(html):
+    "Tables without looks: no styles, and no attributes that only these need"
+    html = re.sub(r'<style.*?</style>', '', html, flags=re.S)
+    return re.sub(r'(<(?:table|thead|tbody|tr|th|td)\b)[^>]*', lambda m: m[1]+''.join(re.findall(r' (?:col|row)span="\d+"', m[0])), html)
+
 def _shown(
     o, # What a cell put out
     picture, # Takes the bytes of a PNG, returns the path to show it by
     alt:str, # Says in words what a picture shows
-    text # What becomes of Markdown
-) -> str: # Markdown: printed text and values fenced, tables of pandas as HTML without its styles
+    text, # What becomes of Markdown
+    table # What becomes of HTML
+) -> str: # Markdown: printed text and values fenced, HTML with a line for each row of a table
     data = o.get('data', {})
     if 'image/png' in data: return f"![{alt}]({picture(base64.b64decode(_text(data['image/png'])))})"
     if 'text/markdown' in data: return text(_text(data['text/markdown']))
     if 'text/html' in data:
-        styles = r'<style.*?</style>| border="1" class="dataframe"| style="text-align: right;"'
-        html = re.sub(styles, '', _text(data['text/html']), flags=re.S)
-        return re.sub(r'\s*\n\s*(</tr|</?t[dh])', r'\1', re.sub(r'\n\s*', '\n', html)).strip() # a line for each row
+        html = re.sub(r'\n\s*', '\n', table(_text(data['text/html'])))
+        return re.sub(r'\s*\n\s*(</tr|</?t[dh])', r'\1', html).strip()
     lines = _text(o.get('text') or data.get('text/plain', '')).rstrip().split('\n')
     return '```text\n'+'\n'.join(map(_wrapped, lines))+'\n```'
 
@@ -37,7 +42,8 @@ def blocks(
     nb:Path, # A notebook
     picture, # As in `_shown`
     text=lambda s: s, # What becomes of Markdown
-    exported=lambda cell: () # What is shown of a cell that goes into a module: an iterable of Markdown
+    exported=lambda cell: (), # What is shown of a cell that goes into a module: an iterable of Markdown
+    table=plain # What becomes of HTML
 ):
     "The Markdown of a notebook, piece by piece; pictures are described by the heading that they stand under"
     heading = ''
@@ -49,7 +55,7 @@ def blocks(
             if 'export' in directives(cell): yield from exported(cell)
             else:
                 if 'echo' not in directives(cell) and code(cell): yield f'```python\n{code(cell)}\n```'
-                yield from (_shown(o, picture, heading, text) for o in cell.get('outputs', []))
+                yield from (_shown(o, picture, heading, text, table) for o in cell.get('outputs', []))
 
 def make():
     "The text of README.md, and a dict from the paths of its pictures to their bytes"
