@@ -10,6 +10,7 @@ from fastai.basics import *
 from .nested import tensors
 from .precision import guarded
 from .entry import Entry
+from .ranks import Echo
 from .grads import grad_params,grad_values,scale_grads
 from .step import Next,Outcome,StepRecord,what_next
 from .rerun import Attempt,Batches,Left,not_faults
@@ -34,6 +35,7 @@ def begin(self:Attempts,
     self.step_norm,self.skipped = None,False
     first = self.making is None
     if first: self.begin_step(entry, self.rerun)
+    if self.making.batches.attempt.plan is None: entry.plan = None # the batches before this one ran in fp32
     if self.rerun: self.making.batches.add()
     if first and self.training and self.rerun and (len(self.log.steps)+1)%_asked==16: self.predict(f)
 
@@ -58,14 +60,14 @@ def run_batch(self:Attempts,
         go = f
         while True:
             self.next = None
-            if self.attempt(go): return
+            if self.attempt(go, f): return
             go = self.prepared(f)
     def put_back():
         if not training: self.making = outer
     guarded(run, put_back)
 
 @patch
-def attempt(self:Attempts, go):
+def attempt(self:Attempts, go, f):
     "Run the batch once; is it done?"
     try:
         go()
@@ -73,12 +75,13 @@ def attempt(self:Attempts, go):
     except Left: return False
     except CancelBatchException: # the gradients wait for more: `GradientAccumulation` does this all the time
         if self.step_norm is not None: self.rescale(grad_params(self.learn.opt)) # they were unscaled already
+        elif self.training and self.making and not self.making.summed: self.making = None # there are no gradients, so no step has begun
         elif self.training and self.is_lost(): return False
+        if self.training and self.making: self.making.batches.wait()
         raise
     except (*not_faults, torch.OutOfMemoryError): raise
     except (RuntimeError,ValueError,TypeError,ArithmeticError) as e: # others, half precision does not cause
-        self.raised(e)
-        return False
+        return self.raised(e, f)
 
 @patch
 def rescale(self:Attempts,
@@ -92,9 +95,10 @@ def decide(self:Attempts,
     outcome:Outcome # What came out of the present attempt
 ) -> Next:
     "What comes after it; the details are in `self.next`"
-    making = self.making
-    if making.record.possible and outcome is not Outcome.fine: making.record.possible = making.batches.can_run_again()
-    self.next = what_next(making.record, outcome, making.batches.attempt.scale)
+    record,batches = self.making.record,self.making.batches
+    if record.possible and outcome is not Outcome.fine: # what one rank cannot run again, none does
+        record.possible = not any(self.ranks.read([int(not batches.can_run_again())]))
+    self.next = what_next(record, outcome, batches.attempt.scale)
     return self.next[0]
 
 @patch
@@ -105,23 +109,52 @@ def prepared(self:Attempts, f):
     if what is Next.diagnose: attempt = self.examine(f)
     else: attempt = Attempt(self.plan, scale) if what is Next.again else Attempt(None)
     record.in_fp32,record.reruns,making.bad = attempt.plan is None,record.reruns+1,None
-    return partial(making.batches.run, f, attempt, making.error is not None)
+    self.ranks.forget()
+    return partial(making.batches.run, f, attempt)
 
 # %% ../nbs/15_attempts.ipynb #6bc6cab5
 @patch
-def raised(self:Attempts, e):
+def raised(self:Attempts, e, f):
+    "Something was raised that half precision may have caused; is the batch done?"
     making = self.making
-    first = making.error is None
-    if first: making.error = e
-    if making.passes is not None or making.record.in_fp32 or not self.rerun: raise making.error # in the optimizer, or in fp32 as well
-    if self.training and self.ranks.size>1:
-        if making.bad is not None: # the others wait for the gradients of this backward pass
-            for p in self.plan.params: p.grad = None
-            raise e
-        self.ranks.ddp.require_forward_param_sync = False # it has been done; this forward pass sets it to True again
-        self.next = Next.reference,None
-    elif self.ranks.size>1: self.is_valid(raised=True)
-    elif self.decide(Outcome.broken) is Next.skip: raise e
+    if making.error is not None: raise making.error # in fp32 as well
+    if making.passes is not None or making.record.in_fp32 or not self.rerun: raise e # in the optimizer, or in fp32
+    making.error = e
+    if self.ranks.size==1:
+        if self.decide(Outcome.broken) is Next.skip: raise e
+        return False
+    if self.training: return self.finish(e, f)
+    self.ranks.ddp.require_forward_param_sync = False # the buffers have come already; the forward pass would have set it
+    if self.is_valid(raised=True): raise e
+    return False
+
+@patch
+def by_itself(self:Attempts, plan, f):
+    "What the batch under way raises where this rank runs it alone, and how many collectives it has asked for"
+    with self.ranks.alone() as echo, torch.no_grad():
+        try: self.making.batches.run(f, Attempt(plan, counts=False, backward=False), rest=True)
+        except (Left,*not_faults): pass
+        except Exception as e: return e,echo.n
+    return None,echo.n
+
+@patch
+def finish(self:Attempts, e, f):
+    "The others wait for this rank's gradients: make some, in fp32, so that no backward pass is left half-way. Then all look into it"
+    batches = self.making.batches
+    in_backward = self.making.began==batches.entry.passes # parts of the gradients are gone
+    if in_backward or self.by_itself(None, f)[0] is not None:
+        for p in self.plan.params: p.grad = None
+        raise e
+    _,done = self.by_itself(self.plan, f) # collectives that the others do not wait for any more
+    self.ranks.ddp.require_forward_param_sync = False # the buffers have come already; this forward pass sets it to True again
+    def rest():
+        with Echo(done): batches.run(f, Attempt(None), rest=True)
+    return self.attempt(rest, f)
+
+@patch
+def finishes(self:Attempts) -> bool:
+    "Has this rank raised something, and runs only for the sake of the others?"
+    return self.ranks.size>1 and self.making.error is not None
 
 # %% ../nbs/15_attempts.ipynb #f6bf6732
 @patch
@@ -148,7 +181,9 @@ def is_lost(self:Attempts):
     "Is the loss of this batch, whose gradients wait for others, not finite? Then all since the last step run again"
     making = self.making
     if making is None or making.bad is None or making.record.lost or not self.rerun: return False
-    if math.isfinite(self.ranks.read([making.bad])[0]): return False
+    bad,raised = self.ranks.read([making.bad, int(self.finishes())])
+    if math.isfinite(bad) and not raised: return False
+    if raised: making.record.asks_first = False # all ranks look into it
     what = self.decide(Outcome.broken)
     if what is Next.skip: making.record.lost = True # when the step comes
     return what is not Next.skip

@@ -147,7 +147,7 @@ def before_fit(self:DynamicMixedPrecision):
         cb.run = False # its `before_fit` may come after this one
         self.learn.remove_cb(cb)
     self.learn.mixed_precision,self.learn.scaler = self,self.scaler
-    self.plan,self.met = None,False
+    self.plan,self.states,self.met = None,None,False
     for cb in self.learn.cbs:
         if (theirs := getattr(vars(cb).get('accelerator'), 'mixed_precision', 'no'))!='no':
             raise ValueError(f"Accelerate is set to mixed_precision={theirs!r}, a second mixed precision: "
@@ -198,7 +198,7 @@ def before_backward(self:DynamicMixedPrecision):
     if not attempt.backward: raise Left
     loss = self.learn.loss_grad.float()
     bad = 0*loss.detach().sum()
-    making.bad = bad if making.bad is None else making.bad+bad
+    making.bad,making.began = bad if making.bad is None else making.bad+bad,making.batches.entry.passes
     if making.pred is not None and attempt.counts: self.compare()
     self.rescale([p for p in self.others if p.grad is not None])
     self.others = ()
@@ -229,11 +229,10 @@ def _judge(self:DynamicMixedPrecision, params):
     if scale!=1: scale_grads(grads+others, 1/scale)
     norm = get_total_norm(grads)
     signs = making.batches.model_state.verdict(norm.device),0 if bad is None else bad,0*get_total_norm(others) if others else 0
-    raised = making.error is not None and making.record.in_fp32 and self.ranks.size>1
-    norm,spoilt,bad,others,raised,silent = self.ranks.read([norm, *signs, int(raised), int(making.silent)])
+    norm,spoilt,bad,others,raised,silent = self.ranks.read([norm, *signs, int(self.finishes()), int(making.silent)])
     norm /= self.ranks.size
     if math.isfinite(norm+spoilt+others) and not raised and not silent: return Outcome.fine,norm
-    if raised: making.record.in_fp32 = making.record.asks_first = False # all ranks look into it
+    if raised: making.record.asks_first = False # all ranks look into it
     if raised or silent or math.isnan(spoilt+bad): return Outcome.broken,math.nan
     return Outcome.overflow,math.inf
 
@@ -251,10 +250,9 @@ def _skip(self:DynamicMixedPrecision, outcome, norm):
     "Put everything back, count the step, and end the fit where nothing saves the batches"
     making,record,s = self.making,self.making.record,self.scaler
     self.skipped = True
-    self.log.add(making.batches.attempt.scale if making.batches.attempt.plan else s.get_scale(), record.reruns, True, norm)
+    self.log.add(s.get_scale(), record.reruns, True, norm)
     making.batches.put_back()
-    for _,state in getattr(self.ranks.ddp, '_comm_hooks', ()): # what PowerSGD has kept of these gradients would spoil all that come
-        for k in ('error_dict','p_memory_dict','q_memory_dict'): getattr(state, k, {}).clear()
+    self.ranks.forget()
     making.done = True
     if not record.possible and outcome is Outcome.overflow and s.is_enabled() and s.get_scale()>s.min_scale and s.dynamic:
         self.log.unsaved -= 1
@@ -301,7 +299,7 @@ def finish_step(self:DynamicMixedPrecision):
     making = self.making
     if making is None or making.passes is None or making.batches.entry.passes==making.passes: return
     params = grad_params(self.learn.opt)
-    if not params or math.isfinite(self.ranks.read([get_total_norm(grad_values(params))])[0]): return
+    if not params or math.isfinite(get_total_norm(grad_values(params)).item()): return # on each rank: all have the same
     self.log.undo()
     self.scales.pop()
     making.record.possible = False # what went on since then is nobody's to repeat
@@ -329,10 +327,11 @@ def end_batch(self:DynamicMixedPrecision):
 @patch
 def after_batch(self:DynamicMixedPrecision):
     "A loss that no precision could hold belongs to a skipped step, and is no part of the average"
-    if not self.training or not self.skipped or not hasattr(self.learn, 'recorder') or self.loss is None: return
-    smooth = self.recorder.smooth_loss
-    so_far = float(smooth.val)/(1-smooth.beta**smooth.count) if smooth.count else 0.
-    self.learn.loss = self.loss.detach().nan_to_num(so_far, so_far, so_far)
+    lost = self.skipped or self.making is not None and self.making.record.lost # the latter where its gradients wait for others
+    if not self.training or not lost or not hasattr(self.learn, 'recorder') or self.loss is None: return
+    if self.loss.isfinite().all(): return
+    self.learn.yb = () # fastai's recorder passes over a batch without targets
+    if not hasattr(self.learn, 'smooth_loss'): self.learn.smooth_loss = self.recorder.smooth_loss.value # others read it
 
 @patch
 def after_fit(self:DynamicMixedPrecision): self.plan = self.states = None # made anew for the next: until then anybody may change the model

@@ -411,6 +411,7 @@ class Finding:
     failure:str = None # Why there is none
     raised:str = None # What the batch has raised in half precision
     same:bool = False # Does it raise in fp32 as well?
+    silent:bool = False # Were the predictions wrong, though everything was finite?
 
     @property
     def healed(self) -> bool:

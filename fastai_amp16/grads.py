@@ -40,12 +40,14 @@ def read_all(
 ) -> list: # Numbers: those of this process, or sums over all of `group`
     """Read many numbers from the device at once
 
-    All tensors travel to the device of the first, in fp32 or wider, and from there in one transfer. With a `group`, one `all_reduce` of
+    All tensors travel to the device of the first, in fp32 (or wider, without a `group`), and from there in one transfer.
+    With a `group`, an `all_reduce` of
     `len(os)` numbers adds them up, and at least one of `os` must be a tensor. NaN and infinity survive the sum: if one rank has them, all
     ranks read them."""
     ts = [o for o in os if isinstance(o, Tensor)]
     if not ts: return list(os)
-    device,dtype = ts[0].device,functools.reduce(torch.promote_types, (t.dtype for t in ts), torch.float32) # fp16 could not hold a sum
+    # fp16 could not hold a sum; and what travels must be of one type on all ranks, whatever they have
+    device,dtype = ts[0].device,torch.float32 if group else functools.reduce(torch.promote_types, (t.dtype for t in ts), torch.float32)
     def number(o): return o.to(device, dtype).reshape(()) if isinstance(o, Tensor) else torch.tensor(o, dtype=dtype, device=device)
     with torch.no_grad(): flat = torch.stack([number(o) for o in (ts if group is None else os)])
     if group is None:

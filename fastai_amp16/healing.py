@@ -21,10 +21,12 @@ class Making:
     batches:Batches
     record:StepRecord
     bad:object = None # 0, or NaN where a loss was not finite; `None` before a backward pass
+    began:int = None # Forward passes when the last backward pass began
     passes:int = None # Forward passes when the step was judged; `None` before that
     error:Exception = None # What half precision has raised
     silent:bool = False # Are the predictions wrong, though everything is finite?
     pred:object = None # What fp32 predicts, until that is compared
+    summed:bool = False # Has a backward pass run?
     done:bool = False # Was the step taken, skipped or cancelled?
     second:bool = False # Is there a step of the same batch before it?
 
@@ -55,6 +57,7 @@ def examine(self:Healing, f):
     inside = (lambda n: True) if making.silent else None
     mine = find(self.case(f), inside, self.on_spiral=='heal', making.error)
     if mine.same and self.ranks.size==1: raise making.error
+    mine.silent = making.silent
     found = self.ranks.gather(mine)
     healed = any(o.healed for o in found)
     lost = any(o.report and o.report.verdict in ('weights','data','divergence') for o in found)
@@ -66,7 +69,7 @@ def examine(self:Healing, f):
     self.reports += reports
     if healed: self.promote(reports)
     self.tell([r for r in reports if r.verdict!='scale'])
-    return self.after_look(reports, healed, lost, raised)
+    return self.after_look(reports, healed, lost, raised, any(o.silent for o in found))
 
 @patch
 def promote(self:Healing, reports):
@@ -83,20 +86,19 @@ def tell(self:Healing, reports):
     for r in reports: warn(f"{r.sentence} Remedy: {r.remedy}.")
 
 @patch
-def after_look(self:Healing, reports, healed, lost, raised):
+def after_look(self:Healing, reports, healed, lost, raised, silent):
     "The attempt that comes after a diagnosis"
     making,record,error,s = self.making,self.making.record,self.making.error,self.scaler
     scale = min((r.new_scale for r in reports if r.new_scale), default=s.get_scale())
-    making.error,silent = None,making.silent
-    making.silent = False
+    making.error,making.silent = None,False
     if healed or any(r.verdict=='scale' for r in reports):
         if healed: record.mended()
         return Attempt(self.plan, scale)
     # an infinity that fp32 has as well is meant: from now on the loss decides
     if not lost and not reports: making.batches.model_state.watched = []
     if not lost and silent: pass # wrong, but finite: the step is taken
-    elif error is not None and self.ranks.size==1: raise error
-    elif raised: raise RuntimeError(raised[0]) from error
+    elif error is not None: raise error
+    elif raised: raise RuntimeError(raised[0])
     elif reports or lost or record.looks>1 or not self.training: record.lost = True
     return Attempt(None) if lost else Attempt(self.plan, scale)
 

@@ -10,6 +10,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision,ModelToHalf,NonNativeMixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.text.learner import TextLearner
+from torch.nn.parameter import is_lazy
 from .precision import PrecisionPlan,guarded
 from .report import PrecisionReport
 from .entry import Entry
@@ -80,7 +81,9 @@ def _batch(learn, f):
 
 def _backward(learn, f):
     f()
-    if (mp := running(learn)) and mp.making and mp.looks_outside_a_fit: raise Left
+    if not (mp := running(learn)) or not mp.making: return
+    mp.making.summed = True
+    if mp.looks_outside_a_fit: raise Left
 
 def _step(learn, f):
     mp = running(learn)
@@ -167,6 +170,7 @@ def unchanged(
     lists = [(v,v.copy()) for d in owners for v in d.values() if isinstance(v, (list,dict))]
     generators = [(v,v.getstate()) for d in owners for v in d.values() if isinstance(v, random.Random)]
     classes = [(m,type(m)) for m in learn.model.modules()]
+    lazy = [(m._parameters,k,deepcopy(p)) for m,_ in classes for k,p in m._parameters.items() if p is not None and is_lazy(p)]
     model,state = ModelState(learn.model, learn.loss_func),LearnerState(learn)
     noted = model.note(),state.note()
     def put_back():
@@ -183,6 +187,7 @@ def unchanged(
         for v,c in generators: v.setstate(c)
         for m,cls in classes:
             if type(m) is not cls: m.__class__ = cls # a lazy module that has found its sizes
+        for d,k,p in lazy: d[k] = p
         for p,g in grads: p.grad = g
     for p,_ in grads: p.grad = None # a backward pass would add to them
     try: yield

@@ -6,7 +6,7 @@
 __all__ = ['Echo', 'Ranks']
 
 # %% ../nbs/08_ranks.ipynb #070bf139
-import sys
+import math,sys
 from contextlib import contextmanager,nullcontext
 import torch
 import torch.distributed as dist
@@ -167,11 +167,17 @@ class Echo(TorchDispatchMode):
     A sum is multiplied by the size of its group, a mean is what it was, a gather repeats. Backward passes that start in this context are
     part of it, other threads are not. Raises `RuntimeError` for what only another rank can know, and for operations that are not known."""
     supports_higher_order_operators = True
+    def __init__(self,
+        first:float=math.inf # How many of the operations to answer: the others go through
+    ):
+        super().__init__()
+        self.first,self.n = first,0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(t is not Tensor for t in types): return NotImplemented # a `DTensor` takes itself apart first, and then comes by here
-        if not _sends(func): return func(*args, **kwargs)
+        if not _sends(func) or self.n>=self.first: return func(*args, **kwargs)
+        self.n += 1
         if ProcessGroup is None: raise RuntimeError(f"PyTorch {torch.__version__} does not let {func} run on one process alone.")
         with torch._C.DisableTorchFunction(), torch.no_grad(): # other modes watch the user's operations, not these
             call = _Call(func, args, kwargs)
@@ -265,6 +271,11 @@ class Ranks:
         dist.all_gather_object(res, o, group=self.group)
         return res
 
+    def forget(self):
+        "Drop what PowerSGD has kept of gradients that were not used: it would spoil all that come"
+        for _,state in getattr(self.ddp, '_comm_hooks', ()):
+            for k in ('error_dict','p_memory_dict','q_memory_dict'): getattr(state, k, {}).clear()
+
     @contextmanager
     def alone(self):
         """A context in which this rank runs by itself: it sends nothing and waits for nobody
@@ -276,4 +287,4 @@ class Ranks:
         if not (dist.is_available() and dist.is_initialized()):
             yield
             return
-        with Echo(), nullcontext() if self.ddp is None else _silenced(self.ddp): yield
+        with Echo() as echo, nullcontext() if self.ddp is None else _silenced(self.ddp): yield echo

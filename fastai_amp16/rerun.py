@@ -82,6 +82,8 @@ class Watch(TorchFunctionMode):
         self.handles = [] # of hooks, on modules and on tensors: parameters are among these
         self.error,self.open,self.on,self.in_fp32,self.carried,self.finite,self.pred = None,None,False,set(),Counter(),False,None
 
+    def __reduce__(self): return Watch, (nn.Identity(),) # a copy of a module has no part in it, and a hook that is off does no harm
+
     # modules
     def enter(self, name, ins, op=None):
         f = Frame(name, self.stack[-1] if self.stack else None, op)
@@ -207,6 +209,7 @@ class Batches:
         some = model_state.trained[:4]+model_state.trained[-4:] # all have gradients, or none has
         self.trains,self.zeros = [*map(_requires_grad, model_state.params)],any(p.grad is not None for p in some)
         self.written = self._writes()
+        self.left,self.changed = [],[] # modules' attributes: when the last batch ended, and what callbacks made of them since, by batch
 
     def _writes(self):
         "Changes where a weight is written to: torch counts that, but for writes through `.data`, which reach the smallest one as well"
@@ -217,8 +220,14 @@ class Batches:
         "Note the batch at hand"
         if self.batches: replace(self.inputs[-1], self._keep)
         self.batches.append(self.learner_state.note())
+        self.changed.append([(d,new) for d,old in self.left if (new := {k: v for k,v in d.items() if k in old and old[k] is not v})])
         self.in_memory = self.in_memory and self.bytes<=_most_bytes
-        if not self.in_memory: self.batches = []
+        if not self.in_memory: self.batches,self.changed = self.batches[-1:],self.changed[-1:] # for a run of this one alone
+        self.at = len(self.batches)-1
+
+    def wait(self):
+        "The batch at hand is done, and its gradients wait for those of others"
+        self.left = self.model_state.attributes()
 
     def _keep(self, t):
         self.bytes += t.nbytes # of inputs and targets, besides those of the batch at hand
@@ -264,19 +273,19 @@ class Batches:
     def run(self,
         f, # Works on one batch
         attempt:Attempt, # How it runs
-        only_last:bool=False # Run the batch at hand alone?
+        rest:bool=False # Begin with the batch that was under way, and not with the first?
     ):
         "Run all batches from the first; what `f` does in the last one goes through"
         self.attempt,self.entry.plan = attempt,attempt.plan
         self.put_back()
         self._modes_back()
         if attempt.plan is None: self.model_state.replaced(cast_floats)
-        for b in self.batches[:-1] if not only_last else ():
-            self.learner_state.put_back(b)
+        for self.at in range(self.at if rest else 0, len(self.batches)):
+            self.learner_state.put_back(self.batches[self.at])
+            for d,new in self.changed[self.at]: d.update(new)
             try: f()
-            except CancelBatchException: pass # its gradients wait for the others'
-        self.learner_state.put_back(self.batches[-1])
-        f()
+            except CancelBatchException: # its gradients wait for the others'
+                if self.at==len(self.batches)-1: raise
 
 # %% ../nbs/10_rerun.ipynb #6ceb0d89
 @patch
@@ -288,7 +297,8 @@ def look(self:Batches,
     **kwargs # For `Watch`
 ) -> Watch: # What was seen: `finite`, `error`, `pred`, `frames` and more
     "Run all batches and note what goes through the modules; an exception that they raise is noted, too"
-    learn,before,attempt.counts = self.learn,(self.attempt,self.entry.plan),False
+    learn,before,attempt.counts = self.learn,(self.attempt,self.entry.plan,self.entry.at_next),False
+    self.entry.at_next = None # a look begins no step
     watch,loss_func = Watch(self.model, inside=inside, **kwargs),learn.loss_func
     # hooks do not see into compiled code
     eager = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
@@ -315,6 +325,6 @@ def look(self:Batches,
     def put_back():
         watch.on,learn.loss_func = False,loss_func
         for h in watch.handles: h.remove()
-        self.attempt,self.entry.plan = before
+        self.attempt,self.entry.plan,self.entry.at_next = before
         self.drop_gradients()
     return guarded(run, put_back)

@@ -168,7 +168,7 @@ class ModelState:
         self.modules = [m for _,m in owners if isinstance(m, nn.Module)]
         self.frozen = [(m._parameters,k) for m in self.modules for k,p in m._parameters.items() if p is not None and not p.requires_grad]
         self.tensors,self.n,self.watched,self.hooks,self.hooks_so_far = _Tensors(_large),0,None,[],None
-        self.seen,self.small,self.large = [],[],{}
+        self.seen,self.small,self.large,self.first = [],[],{},None
         self.params = list(model.parameters())
         self.trained = [p for p in self.params if p.requires_grad and not (is_lazy(p) or p.is_inference())]
         self.least = min(self.trained, key=lambda p: p.numel(), default=None)
@@ -239,6 +239,11 @@ class ModelState:
         "Training or evaluation, as it was. After a skip the user's own code goes on and sets it itself"
         for m,training in zip(self.modules, noted[-2]): vars(m)['training'] = training
 
+    def attributes(self) -> list: # Of dicts and their copies
+        "What modules and loss function hold now; a tensor of a graph would keep that alive"
+        def keeps_graph(v): return isinstance(v, Tensor) and v.grad_fn is not None
+        return [(d,{k: v for k,v in d.items() if k not in _torchs and not keeps_graph(v)}) for d in self.dicts]
+
     def _noted_hooks(self):
         "A hook may remove itself; torch numbers all hooks, so it need not be looked everywhere for new ones"
         if self.hooks_so_far!=RemovableHandle.next_id:
@@ -269,6 +274,8 @@ def _is_broken(o):
 @patch
 def _watch(self:ModelState):
     "What has changed in the first step, was finite before, and is no statistic of a norm, which the loss tells of"
+    self.watched = []
+    if self.first is None: return
     (dicts,_,joined,*_,(marks,copies)),small = self.first
     moved = {id(t) for t,mark in small if _mark(t)!=mark} | {id(t) for k,(t,mark) in marks.items() if _mark(t)!=mark}
     first = {id(t): c for g,*copies in joined for t,c in zip(g, _apart(*copies))}

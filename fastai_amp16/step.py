@@ -83,7 +83,7 @@ def what_next(
     if outcome is Outcome.overflow:
         if step.static: return Next.skip,None
         step.fails.append(scale)
-        waits = step.asks_first and step.mends
+        waits = step.asks_first and (step.mends or len(step.fails)>1) # one back-off is the most frequent remedy
         new = None if step.floor is None or waits else next_scale(step.fits, step.fails, step.floor, step.settled)
         if new is not None: return Next.again,new
     if step.asks_first: return (Next.reference if step.mends else Next.skip),None

@@ -209,7 +209,7 @@ class Remembering(Callback):
 def test_each_batch_is_remembered_once(acc):
     "By the model, by a loss function and by a callback, as in fp32; in validations too, and where gradients of several are accumulated"
     def make():
-        cbs = [Loud(3,7,9), Remembering(), *([GradientAccumulation(acc)] if acc else [])]
+        cbs = [Loud(3,6,7,9), Remembering(), *([GradientAccumulation(acc)] if acc else [])]
         return learner(Remembers, n=12*16, loss_func=RememberingLoss(), cbs=cbs, shuffle=False, lr=0.)
     a,b = beside(make, init_scale=2.**24)
     assert a.model.n==13 and b.mixed_precision.promoted==['detour']
