@@ -40,7 +40,11 @@ def begin(self:Attempts,
     if first and self.training and self.rerun and (len(self.log.steps)+1)%_asked==16: self.predict(f)
 
 @patch
-def begin_step(self:Attempts, entry, possible):
+def begin_step(self:Attempts,
+    entry, # Where the forward passes begin
+    possible # Can its batch run again?
+):
+    "A step begins"
     s = self.scaler
     tries,static = possible and s.is_enabled() and s.dynamic,s.is_enabled() and not s.dynamic
     record = StepRecord(s.min_scale if tries else None, static, s.settled, possible, self.on_spiral!='warn', asks_first(self.log.vain))
@@ -67,7 +71,10 @@ def run_batch(self:Attempts,
     guarded(run, put_back)
 
 @patch
-def attempt(self:Attempts, go, f):
+def attempt(self:Attempts,
+    go, # Makes the attempt
+    f # Works on one batch
+):
     "Run the batch once; is it done?"
     try:
         go()
@@ -102,7 +109,9 @@ def decide(self:Attempts,
     return self.next[0]
 
 @patch
-def prepared(self:Attempts, f):
+def prepared(self:Attempts,
+    f # Works on one batch
+):
     "The next attempt, after one that was left: a function that makes it"
     making,(what,scale) = self.making,self.next
     record = making.record
@@ -114,7 +123,10 @@ def prepared(self:Attempts, f):
 
 # %% ../nbs/15_attempts.ipynb #6bc6cab5
 @patch
-def raised(self:Attempts, e, f):
+def raised(self:Attempts,
+    e, # What was raised
+    f # Works on one batch
+):
     "Something was raised that half precision may have caused; is the batch done?"
     making = self.making
     if making.error is not None: raise making.error # in fp32 as well
@@ -129,7 +141,10 @@ def raised(self:Attempts, e, f):
     return False
 
 @patch
-def by_itself(self:Attempts, plan, f):
+def by_itself(self:Attempts,
+    plan, # Who computes in what; `None`: fp32
+    f # Works on one batch
+):
     "What the batch under way raises where this rank runs it alone, and how many collectives it has asked for"
     with self.ranks.alone() as echo, torch.no_grad():
         try: self.making.batches.run(f, Attempt(plan, counts=False, backward=False), rest=True)
@@ -138,7 +153,10 @@ def by_itself(self:Attempts, plan, f):
     return None,echo.n
 
 @patch
-def finish(self:Attempts, e, f):
+def finish(self:Attempts,
+    e, # What was raised
+    f # Works on one batch
+):
     "The others wait for this rank's gradients: make some, in fp32, so that no backward pass is left half-way. Then all look into it"
     batches = self.making.batches
     in_backward = self.making.began==batches.entry.passes # parts of the gradients are gone
@@ -158,7 +176,9 @@ def finishes(self:Attempts) -> bool:
 
 # %% ../nbs/15_attempts.ipynb #f6bf6732
 @patch
-def predict(self:Attempts, f):
+def predict(self:Attempts,
+    f # Works on one batch
+):
     "What fp32 predicts for the batch at hand; with several processes, both are of this one's batch alone"
     batches = self.making.batches
     def pred(plan): return batches.look(f, Attempt(plan, backward=False), modules=False)
@@ -171,6 +191,7 @@ def predict(self:Attempts, f):
 
 @patch
 def compare(self:Attempts):
+    "Does half precision predict what fp32 does?"
     making = self.making
     fp32,half = making.pred
     making.silent,making.pred = deviation(self.pred if half is None else half, fp32)>wrong,None
@@ -189,7 +210,9 @@ def is_lost(self:Attempts):
     return what is not Next.skip
 
 @patch
-def is_valid(self:Attempts, raised=False):
+def is_valid(self:Attempts,
+    raised=False # What was raised, or has this batch raised something?
+):
     "Outside training: are prediction and loss finite? fastai reads them anyway"
     record = self.making.record
     if record.lost or not self.rerun:

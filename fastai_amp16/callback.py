@@ -90,7 +90,9 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
         "The half precision: `torch.float16` or `torch.bfloat16`"
         return torch.float16 if self.amp_mode==AMPMode.FP16 else torch.bfloat16
     @property
-    def autocast(self): return torch.autocast(self.plan.device_type if self.plan else 'cuda', dtype=self.dtype)
+    def autocast(self):
+        "As fastai's `MixedPrecision` has it: a context that others may enter"
+        return torch.autocast(self.plan.device_type if self.plan else 'cuda', dtype=self.dtype)
     @property
     def n_skipped(self) -> int:
         "Steps skipped so far"

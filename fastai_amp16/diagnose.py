@@ -18,7 +18,12 @@ from .rerun import Attempt,Batches,Watch,loss_name
 # %% ../nbs/12_diagnose.ipynb #8b03e656
 def _any(frame): return True
 
-def is_bad(own, ref): return bool(own) and own[0]>(ref[0] if ref else 0)
+def is_bad(
+    own:list, # What was measured of a tensor
+    ref:list # The same in the reference
+) -> bool:
+    "Are there numbers that are not finite, and are in the reference?"
+    return bool(own) and own[0]>(ref[0] if ref else 0)
 
 wrong = 0.1 # predictions that are further from fp32's than this are no rounding
 

@@ -50,8 +50,10 @@ class Entry:
 
     # at each forward pass, for all modules
     def place(self):
+        "Put the stand-ins in"
         for g in self.gates: g.attrs[g.attr] = g
     def clear(self):
+        "Take them out for a forward pass"
         for g in self.gates:
             if g.own is None: g.attrs.pop(g.attr, None)
             else: g.attrs[g.attr] = g.own

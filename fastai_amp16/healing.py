@@ -18,8 +18,8 @@ from .diagnose import Case,find,merged
 @dataclass
 class Making:
     "The step that is being made"
-    batches:Batches
-    record:StepRecord
+    batches:Batches # What runs, and how it runs again
+    record:StepRecord # Which attempts there were
     bad:object = None # 0, or NaN where a loss was not finite; `None` before a backward pass
     began:int = None # Forward passes when the last backward pass began
     passes:int = None # Forward passes when the step was judged; `None` before that
@@ -50,7 +50,9 @@ def case(self:Healing,
     return Case(making.batches, f, self.keeps(), self.dtype, s.get_scale(), lowest, self.training, making.silent)
 
 @patch
-def examine(self:Healing, f):
+def examine(self:Healing,
+    f # Works on one batch
+):
     "Why is the batch not finite in half precision? Do about it what `on_spiral` says, on all ranks the same; the attempt that comes next"
     making,record = self.making,self.making.record
     record.looks += 1
@@ -72,7 +74,10 @@ def examine(self:Healing, f):
     return self.after_look(reports, healed, lost, raised, any(o.silent for o in found))
 
 @patch
-def promote(self:Healing, reports):
+def promote(self:Healing,
+    reports # Of `PrecisionReport`
+):
+    "Keep in fp32 what healing has found, from now on"
     self.promoted = list(dict.fromkeys([*self.promoted, *(p for r in reports for p in r.promoted)]))
     self.plan = None
     self.ready(self.making.batches.entry)
@@ -81,12 +86,21 @@ def promote(self:Healing, reports):
         if r.promoted: r.remedy = f"kept in fp32 from now on; keep_fp32=[{names}] does so from the start"
 
 @patch
-def tell(self:Healing, reports):
+def tell(self:Healing,
+    reports # Of `PrecisionReport`
+):
+    "Warn of what was found, or raise it"
     if reports and self.on_spiral=='raise': raise FloatingPointError('\n\n'.join(map(str, reports))) from self.making.error
     for r in reports: warn(f"{r.sentence} Remedy: {r.remedy}.")
 
 @patch
-def after_look(self:Healing, reports, healed, lost, raised, silent):
+def after_look(self:Healing,
+    reports, # Of `PrecisionReport`
+    healed, # Does something help?
+    lost, # Could fp32 not do it either?
+    raised, # What was raised, or has this batch raised something?
+    silent # Were predictions wrong without a sign?
+):
     "The attempt that comes after a diagnosis"
     making,record,error,s = self.making,self.making.record,self.making.error,self.scaler
     scale = min((r.new_scale for r in reports if r.new_scale), default=s.get_scale())

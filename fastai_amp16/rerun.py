@@ -60,12 +60,20 @@ loss_name = 'the loss function.' # its name among those of modules, none of whic
 
 class Seen:
     "A tensor at one time: what was measured of it, and of its gradient when that came by"
-    def __init__(self, key, half, numel):
+    def __init__(self,
+        key:tuple, # Its place in a run
+        half:bool, # Is it in half precision?
+        numel:int # How many numbers there are
+    ):
         self.key,self.half,self.numel,self.value,self.grad,self.turn,self.hooked = key,half,numel,None,None,math.inf,False
 
 class Frame:
     "A call of a module, of the loss function, or of an operation in one of these"
-    def __init__(self, name, parent, op=None):
+    def __init__(self,
+        name:str, # Dotted name of the module
+        parent, # The frame around it
+        op:str=None # The operation; `None`: the whole call
+    ):
         self.name,self.parent,self.op,self.ins,self.outs,self.params = name,parent,op,[],[],[]
         self.depth = parent.depth+1 if parent else 0
 
@@ -74,7 +82,13 @@ class Watch(TorchFunctionMode):
     """Notes what goes in and out of the modules of `model`
 
     `inside` picks modules by name whose operations are noted as well; `note` gets each of these."""
-    def __init__(self, model, dtype=torch.float16, inside=None, shares=False, note=noop):
+    def __init__(self,
+        model:nn.Module, # The user's own, without wrappers
+        dtype:torch.dtype=torch.float16, # The half precision that it is about
+        inside=None, # Names of the modules whose operations are frames of their own, as a predicate
+        shares:bool=False, # Count which share of a gradient half precision flushes to zero?
+        note=noop # Gets each operation: its frame, arguments and result
+    ):
         super().__init__()
         self.names = {m:n for n,m in model.named_modules()}
         self.dtype,self.inside,self.shares,self.note = dtype,inside or (lambda n: False),shares,note
@@ -85,37 +99,42 @@ class Watch(TorchFunctionMode):
     def __reduce__(self): return Watch, (nn.Identity(),) # a copy of a module has no part in it, and a hook that is off does no harm
 
     # modules
-    def enter(self, name, ins, op=None):
+    def _enter(self, name, ins, op=None):
         f = Frame(name, self.stack[-1] if self.stack else None, op)
         f.call = (name,op,self.calls[name,op])
         self.calls[name,op] += 1
         self.frames.append(f)
         self.stack.append(f)
-        f.ins = self.look(f, 'in', ins)
-    def leave(self, outs):
+        f.ins = self._look(f, 'in', ins)
+    def _leave(self, outs):
         f = self.stack[-1]
-        f.outs = self.look(f, 'out', outs) # before it goes: `look` may fail
+        f.outs = self._look(f, 'out', outs) # before it goes: `look` may fail
         self.stack.pop()
 
-    def pre_hook(self, m, args):
+    def _pre_hook(self, m, args):
         if not self.on or in_backward(): return # what a checkpoint runs again was seen already
-        self.enter(self.names.get(m, loss_name), args)
+        self._enter(self.names.get(m, loss_name), args)
         params = [p for p in m._parameters.values() if p is not None and p.requires_grad and not is_lazy(p)]
-        self.stack[-1].params = self.look(self.stack[-1], 'param', params)
-    def hook(self, m, args, out):
-        if self.on and self.stack and not in_backward(): self.leave(out)
-    def hooks(self, loss_func):
+        self.stack[-1].params = self._look(self.stack[-1], 'param', params)
+    def _hook(self, m, args, out):
+        if self.on and self.stack and not in_backward(): self._leave(out)
+    def hooks(self,
+        loss_func # Anything that can be called
+    ):
         "Hooks on the modules of model and loss function"
         inside = [m for m in loss_func.modules()] if isinstance(loss_func, nn.Module) else []
         for m in (*self.names, *inside):
             if isinstance(m, torch.jit.ScriptModule): continue
-            self.handles += [m.register_forward_pre_hook(self.pre_hook), m.register_forward_hook(self.hook)]
-    def loss(self, loss_func, *args, **kwargs):
+            self.handles += [m.register_forward_pre_hook(self._pre_hook), m.register_forward_hook(self._hook)]
+    def loss(self,
+        loss_func, # Anything that can be called
+        *args, **kwargs
+    ):
         "The loss function, as a frame of its own"
         if not self.on: return loss_func(*args, **kwargs)
-        self.enter(loss_name, (args,kwargs))
+        self._enter(loss_name, (args,kwargs))
         res = loss_func(*args, **kwargs)
-        self.leave(res)
+        self._leave(res)
         return res
 
     # operations
@@ -126,15 +145,15 @@ class Watch(TorchFunctionMode):
         name = func.__name__.strip('_')
         if name in ('get','set','detach','requires_grad','backward') or 'empty' in name or 'resize' in name: return func(*args, **kwargs)
         read = args[func.__name__ in _writes:]
-        self.enter(f.name, (read,kwargs), name)
+        self._enter(f.name, (read,kwargs), name)
         frame,res = self.stack[-1],func(*args, **kwargs)
         out = args[0] if res is None and args else res # `x[i] = y` gives nothing
-        self.leave(out)
+        self._leave(out)
         self.note(frame, read, kwargs, out)
         return res
 
     # tensors
-    def look(self, frame, where, o):
+    def _look(self, frame, where, o):
         def is_plain(t): return not (t.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(t))
         with torch._C.DisableTorchFunction(), torch.no_grad(): ts = [(i,t) for i,t in enumerate(tensors(o)) if is_plain(t)]
         res = []
@@ -143,22 +162,22 @@ class Watch(TorchFunctionMode):
             if old is None or old() is not t:
                 seen = Seen((*frame.call,where,i), t.dtype in half_types, t.numel())
                 # parameters were looked at before, but half-precision copies of them were not
-                seen.value = self.measure(t) if where!='param' or seen.half else range(0)
+                seen.value = self._measure(t) if where!='param' or seen.half else range(0)
                 with torch._C.DisableTorchFunction():
                     self.known[id(t), t._version if not t.is_inference() else 0] = ref(t),seen
             # what a reentrant checkpoint gives was seen inside it, where it had no graph
             if not seen.hooked and t.requires_grad and torch.is_grad_enabled():
                 seen.hooked = True
-                with torch._C.DisableTorchFunction(): self.handles.append(t.register_hook(partial(self.came_by, seen)))
+                with torch._C.DisableTorchFunction(): self.handles.append(t.register_hook(partial(self._came_by, seen)))
             res.append(seen)
             self.seen[(*frame.call,where,i)] = seen
             self.events.append((frame, where, seen))
         return res
-    def came_by(self, seen, grad):
+    def _came_by(self, seen, grad):
         if grad is None: return # a reentrant checkpoint gives none
-        seen.grad,seen.turn = self.measure(grad, self.dtype if self.shares else None),len(self.fired)
+        seen.grad,seen.turn = self._measure(grad, self.dtype if self.shares else None),len(self.fired)
         self.fired.append(seen)
-    def measure(self, t, dtype=None):
+    def _measure(self, t, dtype=None):
         with torch._C.DisableTorchFunction(), torch.no_grad(): res = _measure(t, dtype)
         self.stats += res
         return range(len(self.stats)-len(res), len(self.stats))
@@ -174,8 +193,8 @@ def read(self:Watch,
     "One transfer from the device for all that was measured; `finite` is whether the `results` and the gradients are"
     grads = grad_values([p for p in params if p.grad is not None])
     if grads: torch._foreach_div_(grads, scale)
-    ends = [self.measure(t) for t in (*tensors(results), *([get_total_norm(grads)] if grads else ()))]
-    carried = [(n,self.measure(t)) for n,t in carried]
+    ends = [self._measure(t) for t in (*tensors(results), *([get_total_norm(grads)] if grads else ()))]
+    carried = [(n,self._measure(t)) for n,t in carried]
     values = torch.stack([o.to(self.stats[0].device) for o in self.stats]).tolist() if self.stats else []
     for n,o in carried: self.carried[n] += values[o[0]]
     for s in set(self.seen.values()): s.value,s.grad = [None if o is None else [values[i] for i in o] for o in (s.value,s.grad)]

@@ -160,9 +160,10 @@ def sync_bn_on_cpus():
     try: yield
     finally: nn.SyncBatchNorm.forward,DistributedDataParallel._passing_sync_batchnorm_handle = theirs
 
-def ln_mlp(): return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16,1))
+# smooth, since a ReLU may make another gradient of a rounding
+def ln_mlp(): return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16,1))
 
-def detour(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), Detour(), nn.Linear(16,1))
+def detour(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.Tanh(), Detour(), nn.Linear(16,1))
 
 # Gradients
 
@@ -203,7 +204,7 @@ class Hook(Callback):
     order = 50
     def before_train(self): self.names = [getattr(h, '__name__', str(h)) for h,_ in self.model._comm_hooks]
 
-def ln_detour(): return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.ReLU(), Detour(), nn.Linear(16,1))
+def ln_detour(): return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.Tanh(), Detour(), nn.Linear(16,1))
 
 def _compresses(rank, name):
     "Rank 1 has batches that no precision could hold, and one that runs again"
@@ -278,7 +279,7 @@ def test_bytes_of_a_step(ranks): ranks(_sends)
 
 # A batch runs again on all ranks
 
-def regular(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), Detour(), nn.Linear(16,1))
+def regular(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), Detour(), nn.Linear(16,1))
 
 class Outlier(Callback):
     "Gradients of the batches `at` are a million times the usual"
@@ -333,7 +334,7 @@ class Own(nn.SyncBatchNorm):
     "In a group that it was told"
     def __init__(self): super().__init__(16, process_group=dist.group.WORLD)
 
-def own_group(): return nn.Sequential(nn.Linear(8,16), Own(), nn.ReLU(), Detour(), nn.Linear(16,1))
+def own_group(): return nn.Sequential(nn.Linear(8,16), Own(), nn.Tanh(), Detour(), nn.Linear(16,1))
 
 def _one_is_looked_into(rank, gathers):
     "One rank runs its batch by itself, and the other does not answer"
@@ -353,7 +354,7 @@ class Silent(nn.Module):
         y = x@torch.eye(x.shape[-1])
         return y if y.dtype==torch.float32 or not self.on else y*0
 
-def silent(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), Silent(), nn.Linear(16,1))
+def silent(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.Tanh(), Silent(), nn.Linear(16,1))
 
 class On(Callback):
     "Switches module 3 on"
@@ -431,7 +432,7 @@ class Broadcasts(nn.Module):
         dist.broadcast(factor, 0)
         return x/factor.to(x.dtype)
 
-def broadcasts(): return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.ReLU(), Broadcasts(), Detour(), nn.Linear(16,1))
+def broadcasts(): return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.Tanh(), Broadcasts(), Detour(), nn.Linear(16,1))
 
 def _others_know(rank, which):
     "What rank 1 cannot judge is no divergence, and rank 0 can judge it"
@@ -495,7 +496,7 @@ class Raises(nn.Module):
         if self.on and (x@torch.eye(x.shape[-1])).dtype!=torch.float32: raise ValueError('no half precision here')
         return x
 
-def raising(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), Raises(), nn.Linear(16,1))
+def raising(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.Tanh(), Raises(), nn.Linear(16,1))
 
 class Switch(Callback):
     "Switches `Raises` on in training batches whose number leaves the rest `at` when divided by `of`, or in validation"
@@ -652,7 +653,7 @@ def test_a_validation_by_itself(ranks): ranks(_validates_alone)
 
 def resumable(path, rank, cbs=()):
     "Dropout with random numbers of each rank's own"
-    def model(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16,1))
+    def model(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16,1))
     bad = [Poison({1,3}, 'backward')] if rank else []
     learn = learner(model, path=path, cbs=[SaveModelCallback(every_epoch=True, with_opt=True), *bad, *cbs])
     torch.manual_seed(rank)

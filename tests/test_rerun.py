@@ -318,6 +318,14 @@ def test_the_recorder_sees_each_batch_once():
     assert rb.smooth_loss.count==ra.smooth_loss.count==30 and len(rb.losses)==30 and rb.iters==ra.iters and rb.lrs==ra.lrs
     assert rb.values[-1][0]==pytest.approx(ra.values[-1][0], rel=2e-2) and all(o.isfinite() for o in rb.losses)
 
+def test_activation_statistics_are_of_the_run_that_counts():
+    from fastai.callback.hook import ActivationStats
+    a,b = [fit(classifier(lambda: net(Big), to, [ActivationStats(with_hist=False), Outlier(4)]), 1) for to in (fp32, hot)]
+    assert len(b.activation_stats.stats)==len(a.activation_stats.stats)==15
+    for p,q in zip(a.activation_stats.stats, b.activation_stats.stats):
+        for m,o in zip(p, q):
+            if m is not None: assert o['mean']==pytest.approx(m['mean'], rel=5e-2, abs=5e-3) and o['std']==pytest.approx(m['std'], rel=5e-2)
+
 def test_terminate_on_nan_ends_only_where_fp32_ends():
     def run(to, bad): return fit(classifier(lambda: net(Big), to, [TerminateOnNaNCallback(), Poison(bad, 'forward'), Outlier(4)]), 1)
     for bad in ((), {6}):
@@ -404,6 +412,42 @@ def test_what_modules_remember_has_each_batch_once(setup, fault):
     assert b.mixed_precision.n_skipped==0 and b.mixed_precision.n_rerun>2
     assert a.model[2].memory==b.model[2].memory and torch.equal(a.model[3].num_batches_tracked, b.model[3].num_batches_tracked)
     for v,w in zip(a.model[2].means, b.model[2].means): torch.testing.assert_close(w, v, rtol=2e-2, atol=2e-3)
+
+@pytest.mark.parametrize('kind', [nn.Linear,nn.ReLU,nn.BatchNorm1d])
+def test_what_a_hook_writes_on_a_module_has_each_batch_once(kind):
+    "A counter that appears in the first batch, which runs again, on modules of torch's own"
+    def count(m, args, out): m.calls = getattr(m, 'calls', 0)+m.training
+    def make():
+        model = net(Plain)
+        for m in model.modules():
+            if isinstance(m, kind): m.register_forward_hook(count)
+        return model
+    learn = fit(classifier(make, hot, [Outlier(4)]), 1)
+    assert learn.mixed_precision.n_rerun>5 and {m.calls for m in learn.model.modules() if isinstance(m, kind)}=={15}
+
+@pytest.mark.parametrize('how', ['buffer','attribute','in place'])
+def test_what_callbacks_write_on_modules_between_accumulated_batches(how):
+    "A temperature that falls with each batch"
+    class Cools(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.number,self.seen = 1.,[]
+            self.register_buffer('temp', torch.ones(1))
+        def forward(self, x):
+            temp = self.number*self.temp
+            if self.training: self.seen.append(round(temp.item(), 5))
+            return x/temp
+    class Cooling(Callback):
+        def after_batch(self):
+            if not self.training: return
+            m = self.model[2]
+            if how=='attribute': m.number *= 0.9
+            elif how=='buffer': m.temp = m.temp*0.9
+            else: m.temp.mul_(0.9)
+    def run(to): return fit(classifier(lambda: net(Cools), to, [Cooling(), GradientAccumulation(48), Outlier(7)], n=18), 1)
+    a,b = run(fp32),run(hot)
+    same_training(a, b)
+    assert b.model[2].seen==a.model[2].seen and b.model[2].temp.item()==pytest.approx(a.model[2].temp.item())
 
 def test_what_a_loss_function_remembers_has_each_batch_once():
     class Loss(nn.Module):
