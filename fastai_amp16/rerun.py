@@ -299,7 +299,7 @@ class Batches:
         self.put_back()
         self._modes_back()
         if attempt.plan is None: self.model_state.replaced(cast_floats)
-        for self.at in range(self.at if rest else 0, len(self.batches)):
+        for self.at in range(self.at if rest else 0, len(self.batches)):  # noqa: B020
             self.learner_state.put_back(self.batches[self.at])
             for d,new in self.changed[self.at]: d.update(new)
             try: f()

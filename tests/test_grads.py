@@ -1,7 +1,7 @@
 "Gradients as lists, beside plain PyTorch"
 import math
 import pytest,torch
-from fastai.basics import L,Optimizer,nn
+from fastai.basics import Optimizer,nn
 from fastai_amp16.grads import grad_params,grad_values,read_all,scale_grads
 
 def params(*dtypes):

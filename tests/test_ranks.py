@@ -1,7 +1,6 @@
 "Two real processes over gloo, of which one runs alone now and then"
-import os,sys,tempfile,threading,traceback,warnings
+import tempfile,traceback,warnings
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from multiprocessing import get_context
@@ -10,12 +9,10 @@ import pytest,torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.nn import functional as dist_nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from fastai_amp16.grads import read_all
-from fastai_amp16.ranks import Echo,Ranks
+from fastai_amp16.ranks import Ranks
 
 timeout = 20 # seconds, for which a rank waits for another
 

@@ -4,7 +4,7 @@ from collections import Counter,OrderedDict,defaultdict,deque
 import numpy as np
 import pytest,torch
 import torch.nn.functional as F
-from fastai.basics import (Callback,CrossEntropyLossFlat,DataLoader,DataLoaders,L,Learner,Recorder,SGD,nn,partial,set_seed)
+from fastai.basics import (Callback,CrossEntropyLossFlat,DataLoader,DataLoaders,L,Learner,SGD,nn,partial,set_seed)
 from fastai.callback.all import GradientAccumulation,GradientClip,MixUp,TerminateOnNaNCallback
 from fastai.callback.rnn import ModelResetter,rnn_cbs
 from fastai.optimizer import OptimWrapper
