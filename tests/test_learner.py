@@ -229,9 +229,7 @@ class Replaying(Callback):
             if diagnose(case).verdict!='healthy': heal(case)
 for event in events: setattr(Replaying, event, Replaying.again)
 
-@pytest.mark.parametrize('which', ['report','heal'])
-@pytest.mark.parametrize('order', [-5, 99])
-@pytest.mark.parametrize('to', ['to_fp32','to_fp16_dynamic'])
+@pytest.mark.parametrize('to,order,which', [('to_fp32',99,'report'), ('to_fp16_dynamic',-5,'report'), ('to_fp16_dynamic',99,'heal')])
 def test_a_fit_with_looks_is_bit_identical_to_one_without(to, order, which):
     def run(*cbs):
         learn = getattr(learner(Stateful, n=32, cbs=[Restless(), *cbs], opt_func=AdamW16), to)()

@@ -1,7 +1,7 @@
 "The policy of `DynamicScaler`, by properties and beside torch's own"
 import math,pickle
 import pytest,torch
-from hypothesis import given,strategies as st
+from hypothesis import given,settings,strategies as st
 from torch.amp import GradScaler
 from fastai_amp16.scaler import DynamicScaler
 
@@ -61,6 +61,7 @@ def steps(scaler, overflows):
         res.append(scaler.get_scale())
     return res,p.item()
 
+@settings(max_examples=40)
 @given(powers, st.floats(1.01, 8), st.floats(0.3, 0.99), st.integers(1,10), st.lists(st.booleans(), max_size=40))
 def test_follows_torch_step_for_step(init, growth, backoff, interval, overflows):
     kw = dict(init_scale=init, growth_factor=growth, backoff_factor=backoff, growth_interval=interval)

@@ -36,7 +36,8 @@ def signature(name, o):
         args = ', '.join([o.func.__name__, *(f'{k}={v!r}' for k,v in o.keywords.items())])
         text = f"```python\n{name} = partial({args})\n```\n\n*{o.__doc__}*"
     elif isinstance(o, dict): text = 'By name: '+', '.join(f'`{k}`' for k in o)
-    elif isinstance(o, tuple): text = ', '.join(f'`{t.__name__}`' for t in o)
+    elif isinstance(o, tuple): text = ', '.join(f"`{getattr(t, '__name__', t)}`" for t in o)
+    elif isinstance(o, (str,float)): text = f'`{o!r}`'
     elif isinstance(o, property): text = f'*{o.__doc__}*'
     else:
         text = MarkdownRenderer(o)._repr_markdown_().replace(':NoneType=None', '=None').replace('(*args, **kwargs)', '()')
