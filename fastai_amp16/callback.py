@@ -279,13 +279,14 @@ def _end_if_lost(self:DynamicMixedPrecision, record):
     n = log.unsaved
     log.unsaved = 0
     if not learn._grab_cbs(LRFinder): # a search ends where the loss explodes, as it does in fp32
-        done,batch = len(log.steps)-self.fit_start,learn.epoch*learn.n_iter+learn.iter+1
-        if record.lost or record.in_fp32: why = f"neither {kind} nor fp32 could use the last {n} batches."
-        elif record.static: why = f"the gradients of the last {n} batches overflowed at the static loss scale {self.scaler.get_scale():g}."
-        else: why = f"the last {n} batches overflowed in {kind} and could not run again."
+        done,batch,batches = len(log.steps)-self.fit_start,learn.epoch*learn.n_iter+learn.iter+1,learn.n_epoch*learn.n_iter
+        at = f"step {done} of {batches}" if done==batch else f"step {done} (batch {batch} of {batches})"
+        last = f"last {n} batches" if n>1 else "last batch"
+        if record.lost or record.in_fp32: why = f"neither {kind} nor fp32 could use the {last}."
+        elif record.static: why = f"the gradients of the {last} overflowed at the static loss scale {self.scaler.get_scale():g}."
+        else: why = f"the {last} overflowed in {kind} and could not run again."
         if self.reports: why += f" {self.reports[-1].sentence}"
-        warn(f"Training stopped at step {done} (batch {batch} of {learn.n_epoch*learn.n_iter}): {why} "
-             f"The weights are those after step {done-n}, before these.")
+        warn(f"Training stopped at {at}: {why} The weights are those after step {done-n}, before {'these' if n>1 else 'it'}.")
     raise CancelFitException()
 
 # %% ../nbs/16_callback.ipynb #0b9aaf03

@@ -40,10 +40,9 @@ def read_all(
 ) -> list: # Numbers: those of this process, or sums over all of `group`
     """Read many numbers from the device at once
 
-    All tensors travel to the device of the first, in fp32 (or wider, without a `group`), and from there in one transfer.
-    With a `group`, an `all_reduce` of
-    `len(os)` numbers adds them up, and at least one of `os` must be a tensor. NaN and infinity survive the sum: if one rank has them, all
-    ranks read them."""
+    All tensors travel to the device of the first, in fp32 (or wider, without a `group`), and from there in one transfer. With a `group`, an
+    `all_reduce` of `len(os)` numbers adds them up, and at least one of `os` must be a tensor. NaN and infinity survive the sum: if one rank
+    has them, all ranks read them."""
     ts = [o for o in os if isinstance(o, Tensor)]
     if not ts: return list(os)
     # fp16 could not hold a sum; and what travels must be of one type on all ranks, whatever they have

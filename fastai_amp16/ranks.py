@@ -11,10 +11,12 @@ from contextlib import contextmanager,nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn,Tensor
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from .precision import unwrapped
 from .grads import read_all
+from .precision import unwrapped
 
 # %% ../nbs/08_ranks.ipynb #2dde1cd9
 # Private in torch: an operation of `c10d` returns a `Work`, which nothing public creates; it gets its group and its reduction as opaque C++
@@ -22,12 +24,13 @@ from .grads import read_all
 try: from torch._C._distributed_c10d import ProcessGroup,ReduceOp,_create_work_from_future,_resolve_process_group
 except ImportError: ProcessGroup = None # a torch without distributed, or one that has renamed them: `Echo` refuses to answer
 
-def _sends(func):
-    "Does the operation send something to other processes, or wait for what they send?"
-    if getattr(func, 'namespace', None) not in ('c10d','_c10d_functional','_c10d_functional_autograd','_dtensor','symm_mem'): return False
-    return func.namespace=='symm_mem' or func._schema.name in _answers or any(a.name in _group_names for a in func._schema.arguments)
+_namespaces = 'c10d','_c10d_functional','_c10d_functional_autograd','_dtensor','symm_mem' # of operations that send
+_group_names = 'process_group','group_name' # how they call their group; without one, an operation waits, or prepares something
 
-_group_names = 'process_group','group_name' # what the operations call the argument
+def _sends(func):
+    "Does the operation send something to other processes, or want something from them?"
+    if getattr(func, 'namespace', None) not in _namespaces: return False
+    return func.namespace=='symm_mem' or any(a.name in _group_names for a in func._schema.arguments)
 
 def _group(o):
     "The process group that an operation got as `o`"
@@ -55,6 +58,18 @@ def _all_to_all_inputs():
     f = getattr(sys.modules.get('torch.distributed.nn.functional'), '_AlltoAll', None)
     return f and _caller('tensors', lambda frame: frame.f_code is f.forward.__code__)
 
+_n_modes = getattr(torch._C, '_len_torch_dispatch_stack', int) # 0, where torch does not tell
+
+@contextmanager
+def _no_mode_left():
+    "A context that leaves no dispatch mode on, and no sign of one, even if a Ctrl-C comes while a mode begins or ends"
+    n,flags = _n_modes(),{k: v for k,v in vars(_python_dispatch).items() if isinstance(v, bool)}
+    try: yield
+    except BaseException:
+        while _n_modes()>n: _python_dispatch._pop_mode()
+        vars(_python_dispatch).update(flags) # torch.compile asks for them
+        raise
+
 def _finished(ts):
     "A `Work` that is done, with `ts` as its result, as an operation returns it"
     fut = torch.futures.Future()
@@ -76,9 +91,9 @@ class _Call:
         raise RuntimeError(f"This batch is running again on one process alone, and {self.name} asks for what only another process knows.")
     def is_root(self): return self.root==self.group.rank()
     def put(self, out, t):
-        "Write the numbers of `t` to `out`, unseen by autograd, as a collective does"
+        "Write the numbers of `t` to `out`, whose shape may differ"
         if out.numel()!=t.numel(): self.refuse() # the others have to send more, or less
-        out.data.copy_(t.reshape(out.shape))
+        out.copy_(t if out.shape==t.shape else t.reshape(out.shape))
 
     def reduced(self, t):
         op = _reduction(self.op)
@@ -157,29 +172,33 @@ for _ns in ('_c10d_functional','_c10d_functional_autograd'):
     for _k,_f in _functional.items():
         _answers.update({f'{_ns}::{_k}{end}': _returned(_f) for end in ('','_coalesced','_out')})
         _answers.update({f'{_ns}::{_k}{end}': _in_place(_f) for end in ('_','_coalesced_')})
-    _answers.update({f'{_ns}::{k}': _nothing for k in ('wait_tensor','wait_tensors','isend')})
-    _answers[f'{_ns}::all_to_all_single'] = _all_to_all_single
+    _answers.update({f'{_ns}::all_to_all_single': _all_to_all_single, f'{_ns}::isend': _nothing})
 
 # %% ../nbs/08_ranks.ipynb #4109fddb
 class Echo(TorchDispatchMode):
     """A context in which collective operations of this thread answer as if all other ranks had what this rank has, and send nothing
 
     A sum is multiplied by the size of its group, a mean is what it was, a gather repeats. Backward passes that start in this context are
-    part of it, other threads are not. Raises `RuntimeError` for what only another rank can know, and for operations that are not known."""
+    part of it, other threads are not. `n` counts the answers. Raises `RuntimeError` for what only another rank can know, and for operations
+    that are not known."""
     supports_higher_order_operators = True
+    @classmethod
+    def ignore_compile_internals(cls): return True # code is compiled as ever, and its collectives come by when it runs
+
     def __init__(self,
-        first:float=math.inf # How many of the operations to answer: the others go through
+        first:float=math.inf # How many operations to answer; those after them go through, to the other ranks
     ):
         super().__init__()
         self.first,self.n = first,0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(t is not Tensor for t in types): return NotImplemented # a `DTensor` takes itself apart first, and then comes by here
+        if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
+            return NotImplemented # a `DTensor`, say, takes itself apart first, and then its operations come by here
         if not _sends(func) or self.n>=self.first: return func(*args, **kwargs)
         self.n += 1
         if ProcessGroup is None: raise RuntimeError(f"PyTorch {torch.__version__} does not let {func} run on one process alone.")
-        with torch._C.DisableTorchFunction(), torch.no_grad(): # other modes watch the user's operations, not these
+        with torch._C.DisableTorchFunction(): # modes that watch the user's operations need not see these
             call = _Call(func, args, kwargs)
             if call.name not in _answers: call.refuse()
             res = _answers[call.name](call, *args, **kwargs)
@@ -191,6 +210,7 @@ class Echo(TorchDispatchMode):
         return work if returns==1 else (outs,work)
 
 # %% ../nbs/08_ranks.ipynb #a24b6508
+# Private in `DistributedDataParallel`: its reducer, and what that one remembers from pass to pass. The same in torch 2.6 and 2.15.
 class _KeepsBuckets:
     "Stands in for the `Reducer` of a `DistributedDataParallel`, which would order its messages anew together with the other ranks"
     def __init__(self, reducer): self._reducer = reducer
@@ -201,14 +221,16 @@ def _too_early(grad):
     raise RuntimeError("DistributedDataParallel(static_graph=True) records the graph in its first backward pass, and no process can run "
                        "one alone before that.")
 
-def _expect_gradients(ddp):
-    "Let `ddp` wait for the gradients of its last forward pass once more"
-    used = []
-    if ddp.find_unused_parameters and not ddp.static_graph: # it searches the graph of the output for the parameters that get a gradient
+def _finds_unused(ddp): return ddp.find_unused_parameters and not ddp.static_graph
+
+def _recover(ddp, waits):
+    "Let the reducer of `ddp` forget a backward pass that was not meant for it; did that one use up what it `waits` for?"
+    reducer,used = ddp.reducer,[]
+    if waits and _finds_unused(ddp): # it searches the graph of an output for the parameters that get a gradient
         params = dict.fromkeys(p for n,p in ddp.module.named_parameters() if p.requires_grad and n not in ddp.parameters_to_ignore)
-        with torch.enable_grad(): used = [p.sum() for p,n in zip(params, ddp.reducer._get_local_used_map().tolist()) if n]
-    elif not ddp._has_rebuilt_buckets: ddp.reducer._reset_state() # it has noted the order in which gradients came
-    ddp.reducer.prepare_for_backward(used)
+        with torch.enable_grad(): used = [p.sum() for p,n in zip(params, reducer._get_local_used_map().tolist()) if n]
+    if _finds_unused(ddp) or waits and not ddp._has_rebuilt_buckets: reducer._reset_state() # which gradients came, and in which order
+    if waits: reducer.prepare_for_backward(used)
 
 @contextmanager
 def _silenced(ddp):
@@ -217,16 +239,19 @@ def _silenced(ddp):
     switches = dict(require_backward_grad_sync=False, require_forward_param_sync=False, reducer=_KeepsBuckets(ddp.reducer),
                     _static_graph_delay_allreduce_enqueued=True)
     before = {k: vars(ddp)[k] for k in switches if k in vars(ddp)}
-    counted,handles = ddp.reducer.get_backward_stats(),[] # the times at which gradients came
+    came,ran,handles = ddp.reducer.get_backward_stats(),[],[] # the times at which gradients came
     def put_back():
         vars(ddp).update(before)
         for h in handles: h.remove()
-        if ddp.reducer.get_backward_stats()!=counted: _expect_gradients(ddp)
+        waits = ddp.reducer.get_backward_stats()!=came
+        if waits or ran: _recover(ddp, waits)
     try:
         try:
             vars(ddp).update({k: switches[k] for k in before})
-            if ddp.static_graph and not before.get('_static_graph_delay_allreduce_enqueued', True):
-                handles += [p.register_hook(_too_early) for p in ddp.parameters() if p.requires_grad]
+            recorded = not ddp.static_graph or before.get('_static_graph_delay_allreduce_enqueued', True)
+            if not recorded or _finds_unused(ddp):
+                params = [p for p in ddp.parameters() if p.requires_grad]
+                handles.append(register_multi_grad_hook(params, (lambda grad: ran.append(True)) if recorded else _too_early, mode='any'))
             yield
         finally: put_back()
     except BaseException: # a Ctrl-C may have stopped it half-way
@@ -257,7 +282,7 @@ class Ranks:
     ) -> list: # Floats
         """The sum over all ranks of each of `os`, by one read of the device
 
-        Costs one `all_reduce` of `len(os)` numbers in fp32 (or wider, if one of them is). NaN and infinity survive it."""
+        Costs one `all_reduce` of `len(os)` numbers in fp32. NaN and infinity survive it."""
         if self.group is not None and not any(isinstance(o, Tensor) for o in os): # only tensors travel
             os = [torch.tensor(o, dtype=torch.float32, device=next(self.ddp.parameters()).device) for o in os]
         return [float(o) for o in read_all(os, self.group)] if os else []
@@ -287,4 +312,4 @@ class Ranks:
         if not (dist.is_available() and dist.is_initialized()):
             yield
             return
-        with Echo() as echo, nullcontext() if self.ddp is None else _silenced(self.ddp): yield echo
+        with _no_mode_left(), Echo() as echo, nullcontext() if self.ddp is None else _silenced(self.ddp): yield echo

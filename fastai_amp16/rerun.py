@@ -201,7 +201,7 @@ def read(self:Watch,
     self.finite = self.error is None and not any(values[o[0]] for o in ends)
 
 # %% ../nbs/10_rerun.ipynb #48107301
-_requires_grad,_version = attrgetter('requires_grad'),attrgetter('_version')
+_requires_grad = attrgetter('requires_grad')
 _most_bytes = 2**30 # of inputs and targets that are kept for accumulated gradients
 not_faults = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
               CancelTrainException, CancelValidException)
@@ -227,19 +227,14 @@ class Batches:
         self.model,self.noted,self.batches,self.attempt,self.in_memory,self.bytes = model_state.model,model_state.note(),[],None,True,0
         some = model_state.trained[:4]+model_state.trained[-4:] # all have gradients, or none has
         self.trains,self.zeros = [*map(_requires_grad, model_state.params)],any(p.grad is not None for p in some)
-        self.written = self._writes()
-        self.left,self.changed = [],[] # modules' attributes: when the last batch ended, and what callbacks made of them since, by batch
-
-    def _writes(self):
-        "Changes where a weight is written to: torch counts that, but for writes through `.data`, which reach the smallest one as well"
-        state = self.model_state
-        return sum(map(_version, state.trained)),state.least is not None and state.least.detach().clone()
+        self.weights = model_state.weights()
+        self.left,self.changed = [],[] # modules' attributes when the last batch ended; what callbacks have written there since, by batch
 
     def add(self):
         "Note the batch at hand"
         if self.batches: replace(self.inputs[-1], self._keep)
         self.batches.append(self.learner_state.note())
-        self.changed.append([(d,new) for d,old in self.left if (new := {k: v for k,v in d.items() if k in old and old[k] is not v})])
+        self.changed.append(self.model_state.written_since(self.left))
         self.in_memory = self.in_memory and self.bytes<=_most_bytes
         if not self.in_memory: self.batches,self.changed = self.batches[-1:],self.changed[-1:] # for a run of this one alone
         self.at = len(self.batches)-1
@@ -271,8 +266,8 @@ class Batches:
     def can_run_again(self) -> bool:
         "Can all that happened since the start of the step be put back?"
         if not self.in_memory or self.model_state.lost(self.noted) or any(map(self.learner_state.lost, self.batches)): return False
-        (versions,least),(before,copy) = self._writes(),self.written
-        return versions==before and (least is False or torch.equal(least, copy))
+        (*marks,few),(*before,copy) = self.model_state.weights(),self.weights
+        return marks==before and torch.equal(few, copy)
 
     def put_back(self):
         "The model's side as it was at the start of the step, and no gradients"
@@ -301,7 +296,7 @@ class Batches:
         if attempt.plan is None: self.model_state.replaced(cast_floats)
         for self.at in range(self.at if rest else 0, len(self.batches)):  # noqa: B020
             self.learner_state.put_back(self.batches[self.at])
-            for d,new in self.changed[self.at]: d.update(new)
+            for write in self.changed[self.at]: write()
             try: f()
             except CancelBatchException: # its gradients wait for the others'
                 if self.at==len(self.batches)-1: raise

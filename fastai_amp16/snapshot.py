@@ -100,7 +100,7 @@ def _write(t, c):
 
 class _Tensors:
     "Notes tensors by place, and learns in which places they change"
-    def __init__(self, always=0): self.changing,self.marks,self.begun,self.always = set(),{},False,always
+    def __init__(self, always=0): self.changing,self.marks,self.alive,self.begun,self.always = set(),{},[],False,always
 
     def note(self, places):
         "Copies of the tensors in `places`, a dict from places to tensors, and what they were"
@@ -108,25 +108,25 @@ class _Tensors:
             if place in places and _mark(t)!=mark: self.changing.add(place)
         self.marks = {k: (t,_mark(t)) for k,t in places.items()}
         copies = {k: t.detach().clone() for k,t in places.items() if not self.begun or k in self.changing or t.numel()<=self.always}
-        self.begun = True
-        return self.marks,copies
+        self.begun,self.alive = True,[t.data for t in places.values()] # or another storage could get the address of this one
+        return self.marks,copies,self.alive
 
     @staticmethod
     def lost(noted):
         "Is there a change that was not expected, and of which there is no copy?"
-        marks,copies = noted
+        marks,copies,_ = noted
         return any(k not in copies and _mark(t)!=mark for k,(t,mark) in marks.items())
 
     @staticmethod
     def put_back(noted):
-        marks,copies = noted
+        marks,copies,_ = noted
         for k,(t,mark) in marks.items():
             if k in copies and _mark(t)!=mark: _write(t, copies[k])
 
 # %% ../nbs/07_snapshot.ipynb #52ffa5ff
 _torchs = {*vars(nn.Module()), 'forward', '_compiled_call_impl'} # what torch itself keeps in each module, and the places of stand-ins
 _rescan = 256 # steps
-_training = attrgetter('training')
+_training,_version = attrgetter('training'),attrgetter('_version')
 _hooks = [k for k in vars(nn.Module()) if '_hooks' in k]
 
 def _modules(o, name='', seen=None):
@@ -171,7 +171,10 @@ class ModelState:
         self.seen,self.small,self.large,self.first = [],[],{},None
         self.params = list(model.parameters())
         self.trained = [p for p in self.params if p.requires_grad and not (is_lazy(p) or p.is_inference())]
-        self.least = min(self.trained, key=lambda p: p.numel(), default=None)
+        own = set(self.trained)
+        parts = [ps for m in model.children() if (ps := [p for p in m.parameters() if p in own])] or [self.trained]
+        self.least = [min(ps, key=lambda p: p.numel()) for ps in parts[::len(parts)//8+1] if ps] # the smallest weight of some parts
+        self.at,self.few = None,[]
 
     def _scan(self):
         "Where there are tensors and containers, which may change in place; and which attributes may change at all"
@@ -179,7 +182,8 @@ class ModelState:
         self.places = [(d,k) for d,k,v in own if isinstance(v, Tensor)]+self.frozen
         self.containers = [(d,k) for d,k,v in own if type(v) in _in_place or isinstance(v, tuple) and _all_tensors(v)]
         self.empty = [(d,k) for d,k,v in own if v is None]
-        self.size,settings = sum(map(len, self.dicts)),{id(vars(m)) for m in self.modules if _is_settings(m)}
+        self.size = sum(map(len, self.dicts))
+        settings = {id(vars(m)) for m in self.modules if _is_settings(m)} if self.n else () # at first, hooks may have yet to write to them
         self.changeable = [d for d in self.dicts if d and id(d) not in settings]
 
     def note(self):
@@ -241,8 +245,27 @@ class ModelState:
 
     def attributes(self) -> list: # Of dicts and their copies
         "What modules and loss function hold now; a tensor of a graph would keep that alive"
+        def marked(v): return v,isinstance(v, Tensor) and _mark(v)
         def keeps_graph(v): return isinstance(v, Tensor) and v.grad_fn is not None
-        return [(d,{k: v for k,v in d.items() if k not in _torchs and not keeps_graph(v)}) for d in self.dicts]
+        return [(d,{k: marked(v) for k,v in d.items() if k not in _torchs and not keeps_graph(v)}) for d in self.dicts]
+
+    def written_since(self,
+        before:list # From `attributes`
+    ) -> list: # Of functions that write the same once more
+        "What was written to modules and loss function from outside, between two batches"
+        def same(old, v): return old[0] is v and (not isinstance(v, Tensor) or old[1]==_mark(v))
+        def again(d, k, v, copy):
+            d[k] = v
+            if copy is not None: _write(v, copy)
+        return [partial(again, d, k, v, v.detach().clone() if isinstance(v, Tensor) else None) for d,old in before for k,v in d.items()
+                if k in old and not same(old[k], v)]
+
+    def weights(self) -> tuple:
+        "Changes where a weight is written to. torch counts that, but not what goes through `.data`: the smallest weight of each part tells"
+        at = [p.data_ptr() for p in self.least]
+        if at!=self.at: self.at,self.few = at,[p.detach() if p.ndim==0 else p.detach()[:1 if p.ndim>1 else _inner] for p in self.least]
+        few = [t.flatten().to(self.few[0].device) for t in self.few]
+        return sum(map(_version, self.trained)),at,torch.cat(few) if few else torch.empty(0)
 
     def _noted_hooks(self):
         "A hook may remove itself; torch numbers all hooks, so it need not be looked everywhere for new ones"
@@ -276,7 +299,7 @@ def _watch(self:ModelState):
     "What has changed in the first step, was finite before, and is no statistic of a norm, which the loss tells of"
     self.watched = []
     if self.first is None: return
-    (dicts,_,joined,*_,(marks,copies)),small = self.first
+    (dicts,_,joined,*_,(marks,copies,_)),small = self.first
     moved = {id(t) for t,mark in small if _mark(t)!=mark} | {id(t) for k,(t,mark) in marks.items() if _mark(t)!=mark}
     first = {id(t): c for g,*copies in joined for t,c in zip(g, _apart(*copies))}
     first.update({id(t): copies[k] for k,(t,_) in marks.items() if k in copies})
