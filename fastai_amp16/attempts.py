@@ -187,7 +187,6 @@ def predict(self:Attempts,
         if fp32.error is None: self.making.pred = fp32.pred,pred(self.plan).pred if self.ranks.size>1 else None
     except Exception as e: warn(f"Predictions could not be compared with those of fp32: {e}") # out of memory, say
     batches.learner_state.put_back(batches.batches[-1])
-    batches.model_state.put_back(batches.noted)
 
 @patch
 def compare(self:Attempts):

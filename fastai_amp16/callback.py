@@ -131,7 +131,8 @@ def ready(self:DynamicMixedPrecision,
 ) -> PrecisionPlan:
     "The plan for `learn.model` as it is now: others may have wrapped or replaced it since"
     learn = self.learn
-    if self.plan is None or self.plan.wrapped is not learn.model:
+    if self.plan is not None and self.plan.wrapped is not learn.model: self.plan = self.states = None # and modules may be others
+    if self.plan is None:
         self.plan,self.ranks = self.make_plan(learn.model),Ranks(learn.model)
     states,now = self.states,(self.plan.model,learn.loss_func,learn)
     if states is None or any(a is not b for a,b in zip((states[0].model,states[0].loss_func,states[1].learn), now)):
@@ -332,7 +333,7 @@ def after_batch(self:DynamicMixedPrecision):
     "A loss that no precision could hold belongs to a skipped step, and is no part of the average"
     lost = self.skipped or self.making is not None and self.making.record.lost # the latter where its gradients wait for others
     if not self.training or not lost or not hasattr(self.learn, 'recorder') or self.loss is None: return
-    if self.loss.isfinite().all(): return
+    if math.isfinite(self.ranks.read([0*self.loss.detach().float().sum()])[0]): return # the recorder of each rank gathers those of all
     self.learn.yb = () # fastai's recorder passes over a batch without targets
     if not hasattr(self.learn, 'smooth_loss'): self.learn.smooth_loss = self.recorder.smooth_loss.value # others read it
 

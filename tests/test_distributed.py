@@ -245,8 +245,8 @@ def _unused(rank):
         def before_step(self):
             own = self.model.module
             assert all(p.grad is None for p in own.b.parameters()) and own.a.weight.grad is not None
-    cbs = [Poison({1}, 'backward'), Poison({2}, 'precision')] if rank else []
     for loss_func in (None,refuses):
+        cbs = [Poison({1}, 'backward'), Poison({2}, 'precision')] if rank else []
         learn,g = train(rank, model=Unused, loss_func=loss_func, ddp=dict(find_unused_parameters=True), cbs=[Seen(), *cbs])
         h = learn.mixed_precision.history
         assert h.skipped.tolist()==[False,True,False,False] and h.reruns[2]>0 and learn.mixed_precision.promoted==['detour']
