@@ -183,7 +183,9 @@ class Echo(TorchDispatchMode):
     that are not known."""
     supports_higher_order_operators = True
     @classmethod
-    def ignore_compile_internals(cls): return True # code is compiled as ever, and its collectives come by when it runs
+    def ignore_compile_internals(cls) -> bool:
+        "torch asks: code is compiled as ever, and its collectives come by when it runs"
+        return True
 
     def __init__(self,
         first:float=math.inf # How many operations to answer; those after them go through, to the other ranks

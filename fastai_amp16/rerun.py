@@ -267,7 +267,7 @@ class Batches:
         "Can all that happened since the start of the step be put back?"
         if not self.in_memory or self.model_state.lost(self.noted) or any(map(self.learner_state.lost, self.batches)): return False
         (*marks,few),(*before,copy) = self.model_state.weights(),self.weights
-        return marks==before and torch.equal(few, copy)
+        return marks==before and all(map(torch.equal, few, copy))
 
     def put_back(self):
         "The model's side as it was at the start of the step, and no gradients"

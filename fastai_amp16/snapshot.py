@@ -9,7 +9,7 @@ __all__ = ['detached', 'noted', 'without_graph', 'inside', 'ModelState', 'Random
 import random
 from collections import Counter,OrderedDict,defaultdict,deque
 from ctypes import c_int32,c_uint32
-from operator import attrgetter
+from operator import attrgetter,is_,itemgetter
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.parameter import is_lazy
@@ -126,7 +126,7 @@ class _Tensors:
 # %% ../nbs/07_snapshot.ipynb #52ffa5ff
 _torchs = {*vars(nn.Module()), 'forward', '_compiled_call_impl'} # what torch itself keeps in each module, and the places of stand-ins
 _rescan = 256 # steps
-_training,_version = attrgetter('training'),attrgetter('_version')
+_training,_version = itemgetter('training'),attrgetter('_version')
 _hooks = [k for k in vars(nn.Module()) if '_hooks' in k]
 
 def _modules(o, name='', seen=None):
@@ -151,9 +151,17 @@ def _is_settings(m):
     if not type(m).__module__.startswith('torch.nn.modules.') or not vars(m).keys()-_torchs<=_set_by_torch(type(m)): return False
     return not any(isinstance(v, (float,Tensor)) for k,v in vars(m).items() if k not in ('eps','momentum'))
 
-def _joined(g): return torch.stack(g) if all(t.ndim==0 for t in g) else torch.cat([t if t.ndim==1 else t.flatten() for t in g])
+class _Joined:
+    "Small tensors with equally many axes, up to two, which one operation copies"
+    def __init__(self, ts): self.ts,self.ndim,self.n,self.shapes = ts,min(ts[0].ndim, 2),0,None
+    def note(self):
+        c = torch.stack(self.ts) if self.ndim==0 else torch.cat(self.ts if self.ndim==1 else [t.flatten() for t in self.ts])
+        if self.ndim>1 or len(c)!=self.n: self.n,self.shapes = len(c),[t.shape for t in self.ts] # else they are as long as ever
+        return self.ts,self.shapes,c
 
 def _apart(shapes, flat): return [c.view(shape) for c,shape in zip(flat.split([shape.numel() for shape in shapes]), shapes)]
+
+def _copy_of(d, dicts): return next(c for o,c in dicts if o is d)
 
 class ModelState:
     "What model and loss function carry from batch to batch: statistics, buffers, hidden states, counters"
@@ -166,6 +174,7 @@ class ModelState:
         self.named = [(n,d) for n,m in owners for d in (vars(m),*([m._buffers] if isinstance(m, nn.Module) else []))]
         self.dicts = [d for _,d in self.named]
         self.modules = [m for _,m in owners if isinstance(m, nn.Module)]
+        self.attrs = [*map(vars, self.modules)]
         self.frozen = [(m._parameters,k) for m in self.modules for k,p in m._parameters.items() if p is not None and not p.requires_grad]
         self.tensors,self.n,self.watched,self.hooks,self.hooks_so_far = _Tensors(_large),0,None,[],None
         self.seen,self.small,self.large,self.first = [],[],{},None
@@ -192,36 +201,35 @@ class ModelState:
         if late or self.n<3 or self.n%_rescan==0: self._scan()
         self.n += 1
         dicts = [(d,d.copy()) for d in self.changeable]
-        mine = {id(d): c for d,c in dicts}
-        joined,large = self._noted_tensors(mine)
+        joined,large = self._noted_tensors(dicts)
         values = []
         for d,k in self.containers:
             v = d.get(k)
-            if isinstance(v, (tuple,*_in_place)) and (c:=without_graph(v)) is not None: mine[id(d)][k] = c
+            if isinstance(v, (tuple,*_in_place)) and (c:=without_graph(v)) is not None: _copy_of(d, dicts)[k] = c
             elif v is not None: values.append(v)
         values += [o for v in values for o in inside(v) if type(o) in _in_place]
         large.update({(id(v),i): t for v in values for i,t in enumerate(inside(v)) if isinstance(t, Tensor) and t.grad_fn is None})
-        modes = [*map(_training, self.modules)]
+        modes = [*map(_training, self.attrs)]
         res = dicts,[f for v in values if (f:=noted(v))],joined,self._noted_hooks(),modes,self.tensors.note(large)
         if self.watched is None and self.n==1: self.first = res,[(t,_mark(t)) for g,*_ in joined for t in g]
         return res
 
-    def _noted_tensors(self, mine):
+    def _noted_tensors(self, dicts):
         "Small tensors as joined copies, large ones by place"
         ts = [d.get(k) for d,k in self.places]
-        if len(ts)!=len(self.seen) or any(a is not b for a,b in zip(ts, self.seen)): self._sort(ts, mine)
-        with torch.no_grad(): return [(g, [t.shape for t in g], _joined(g)) for g in self.small],self.large.copy()
+        if len(ts)!=len(self.seen) or not all(map(is_, ts, self.seen)): self._sort(ts, dicts)
+        with torch.no_grad(): return [g.note() for g in self.small],self.large.copy()
 
-    def _sort(self, ts, mine):
+    def _sort(self, ts, dicts):
         small,self.large,self.seen = [],{},ts
         for (d,k),t in zip(self.places, ts):
             if not isinstance(t, Tensor) or is_lazy(t) or t.is_inference() or _is_expanded(t): continue # what cannot be written to
             if t.grad_fn is not None: # a graph must not live on for this
-                mine[id(d)][k] = t = t.detach()
+                _copy_of(d, dicts)[k] = t = t.detach()
                 self.seen = []
             if t.numel()>_large or t.requires_grad or type(t) is not Tensor or t.layout!=torch.strided: self.large[id(d),k] = t
             else: small.append(t)
-        self.small = list(groupby(small, lambda t: (t.dtype,t.device,t.ndim==0)).values())
+        self.small = [*map(_Joined, groupby(small, lambda t: (t.dtype,t.device,min(t.ndim, 2))).values())]
 
     def put_back(self,
         noted:tuple # From `note`
@@ -241,7 +249,7 @@ class ModelState:
         noted:tuple # From `note`
     ):
         "Training or evaluation, as it was. After a skip the user's own code goes on and sets it itself"
-        for m,training in zip(self.modules, noted[-2]): vars(m)['training'] = training
+        for attrs,training in zip(self.attrs, noted[-2]): attrs['training'] = training
 
     def attributes(self) -> list: # Of dicts and their copies
         "What modules and loss function hold now; a tensor of a graph would keep that alive"
@@ -263,9 +271,8 @@ class ModelState:
     def weights(self) -> tuple:
         "Changes where a weight is written to. torch counts that, but not what goes through `.data`: the smallest weight of each part tells"
         at = [p.data_ptr() for p in self.least]
-        if at!=self.at: self.at,self.few = at,[p.detach() if p.ndim==0 else p.detach()[:1 if p.ndim>1 else _inner] for p in self.least]
-        few = [t.flatten().to(self.few[0].device) for t in self.few]
-        return sum(map(_version, self.trained)),at,torch.cat(few) if few else torch.empty(0)
+        if at!=self.at: self.at,self.few = at,[(p.detach() if p.ndim<2 else p.detach()[0]).flatten()[:_inner] for p in self.least]
+        return sum(map(_version, self.trained)),at,[torch.cat(ts) for ts in groupby(self.few, attrgetter('device')).values()]
 
     def _noted_hooks(self):
         "A hook may remove itself; torch numbers all hooks, so it need not be looked everywhere for new ones"
@@ -367,6 +374,7 @@ class RandomState:
         if cuda is not None: torch.cuda.set_rng_state_all(cuda)
 
 # %% ../nbs/07_snapshot.ipynb #3d7bd214
+_plain = {bool,int,float,str,type(None),type(noop),type(noted.__call__)} # nothing in these can change
 _results = {'pred','loss_grad'} # of the batch before: an attempt makes its own, and these would keep its graph
 
 class LearnerState:
@@ -382,6 +390,7 @@ class LearnerState:
         with torch._C.DisableTorchFunction():
             for i,(d,before) in enumerate(owners):
                 for k,v in d.items():
+                    if type(v) in _plain: continue
                     if i==0 and k in _results: before[k] = None
                     elif isinstance(v, (tuple,list,dict,deque)) and (c:=without_graph(v)) is not None: before[k] = c
                     elif type(v) in _in_place:

@@ -8,7 +8,7 @@ from fastai_amp16.ranks import Ranks
 from fastai_amp16.report import PrecisionReport
 from fastai_amp16.rerun import Batches
 from fastai_amp16.snapshot import LearnerState,ModelState
-from common import equal,learner,mse,state
+from common import Poison,equal,fit,learner,mlp,mse,state
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
 
@@ -394,5 +394,5 @@ def test_what_several_ranks_found_is_told_once():
 
 @pytest.mark.parametrize('cause,verdict', [('forward','data'), ('backward','divergence')])
 def test_statistics_that_a_bad_batch_has_spoilt_are_not_blamed_for_it(cause, verdict):
-    learn = fit(learner(mlp, n=6*16, cbs=Poison({1,2}, cause)).to_fp16_dynamic(), 1)
+    learn = fit(learner(mlp(), n=6*16, cbs=Poison({1,2}, cause)).to_fp16_dynamic(), 1)
     assert {r.verdict for r in learn.mixed_precision.reports}=={verdict} and all(v.isfinite().all() for v in learn.model.state_dict().values())
