@@ -4,12 +4,13 @@ from collections import namedtuple
 from dataclasses import dataclass
 import pandas as pd
 import pytest,torch
-from fastai.basics import (Adam,Callback,CancelStepException,DataLoader,DataLoaders,Learner,OptimWrapper,SGD,TensorBase,TensorImage,accuracy,nn,partial,ranger,
-                           set_seed,tensor)
+from fastai.basics import (Adam,Callback,CancelStepException,DataLoader,DataLoaders,Learner,OptimWrapper,SGD,TensorBase,TensorImage,
+                           accuracy,nn,partial,ranger,set_seed,tensor)
 from fastai.layers import MergeLayer,SequentialEx
 from fastai.losses import CrossEntropyLossFlat
-from fastai.callback.all import (ActivationStats,BnFreeze,CSVLogger,ChannelsLast,CutMix,EarlyStoppingCallback,FetchPredsCallback,GradientAccumulation,
-                                 GradientClip,MixUp,MixedPrecision,ReduceLROnPlateau,SaveModelCallback,ShowGraphCallback,rnn_cbs)
+from fastai.callback.all import (ActivationStats,BnFreeze,CSVLogger,ChannelsLast,CutMix,EarlyStoppingCallback,FetchPredsCallback,
+                                 GradientAccumulation,GradientClip,MixUp,MixedPrecision,ReduceLROnPlateau,SaveModelCallback,
+                                 ShowGraphCallback,rnn_cbs)
 from fastai_amp16.all import AdamW16,DynamicMixedPrecision,GradientNormClip,LossScale,SkippedSteps,half_forward,ranger16
 from fastai_amp16.demo import digits_dls
 from torch.nn.utils import prune
@@ -115,8 +116,9 @@ Out = namedtuple('Out', 'y extra')
 
 class MyDict(dict): pass
 
-@pytest.mark.parametrize('wrap,get', [(lambda y: Out(y, [y]), lambda p: p.y), (lambda y: MyDict(y=y, n=None), lambda p: p['y']), (lambda y: (y,y), lambda p: p[0]),
-                                      (lambda y: [y], lambda p: p[0]), (lambda y: Dataclass(y), lambda p: p.y), (lambda y: Odd(y, y), lambda p: p[1])])
+@pytest.mark.parametrize('wrap,get', [(lambda y: Out(y, [y]), lambda p: p.y), (lambda y: MyDict(y=y, n=None), lambda p: p['y']),
+                                      (lambda y: (y,y), lambda p: p[0]), (lambda y: [y], lambda p: p[0]),
+                                      (lambda y: Dataclass(y), lambda p: p.y), (lambda y: Odd(y, y), lambda p: p[1])])
 def test_outputs_keep_their_types(wrap, get):
     class Model(nn.Module):
         def __init__(self):
@@ -149,10 +151,12 @@ def running(learn):
 
 def test_only_one_runs(monkeypatch):
     monkeypatch.setattr('torch.cuda.is_available', lambda: False)
-    for make in (lambda l: l.to_fp16_dynamic().to_fp16_dynamic(), lambda l: l.to_fp16().to_fp16_dynamic(), lambda l: l.to_fp16_dynamic().to_fp16(),
-                 lambda l: l.to_bf16_dynamic().to_fp16_dynamic(), lambda l: l.to_fp16_dynamic().to_channelslast(), lambda l: l.to_channelslast().to_fp16_dynamic(),
+    for make in (lambda l: l.to_fp16_dynamic().to_fp16_dynamic(), lambda l: l.to_fp16().to_fp16_dynamic(),
+                 lambda l: l.to_fp16_dynamic().to_fp16(), lambda l: l.to_bf16_dynamic().to_fp16_dynamic(),
+                 lambda l: l.to_fp16_dynamic().to_channelslast(), lambda l: l.to_channelslast().to_fp16_dynamic(),
                  lambda l: l.to_non_native_fp16().to_fp16_dynamic() if torch.backends.cudnn.enabled else l.to_fp16_dynamic(),
-                 lambda l: l.to_bf16().to_fp16_dynamic(), lambda l: l.to_fp16_dynamic().to_bf16(), lambda l: l.to_fp16().add_cb(DynamicMixedPrecision()),
+                 lambda l: l.to_bf16().to_fp16_dynamic(), lambda l: l.to_fp16_dynamic().to_bf16(),
+                 lambda l: l.to_fp16().add_cb(DynamicMixedPrecision()),
                  lambda l: l.add_cbs([DynamicMixedPrecision(), DynamicMixedPrecision()])):
         learn = make(learner())
         who, = running(learn)
@@ -239,14 +243,15 @@ def test_removed_and_interrupted_in_one_batch():
 # --- optimizers and parameter groups
 
 def three_groups():
-    return nn.Sequential(nn.Sequential(nn.Linear(8,16), nn.GroupNorm(2,16), nn.ReLU()), nn.Sequential(nn.Linear(16,16), nn.LayerNorm(16), nn.ReLU()),
-                         nn.Linear(16,1))
+    return nn.Sequential(nn.Sequential(nn.Linear(8,16), nn.GroupNorm(2,16), nn.ReLU()),
+                         nn.Sequential(nn.Linear(16,16), nn.LayerNorm(16), nn.ReLU()), nn.Linear(16,1))
 def split(m): return [list(o.parameters()) for o in m]
 
 def torchs(opt, **kwargs): return partial(OptimWrapper, opt=opt, **kwargs)
 
-opt_funcs = {'AdamW16':AdamW16, 'Adam':Adam, 'SGD':partial(SGD, mom=0.9), 'ranger':ranger, 'ranger16':ranger16, 'torch AdamW':torchs(torch.optim.AdamW),
-    'torch fused AdamW':torchs(torch.optim.AdamW, fused=True), 'torch fused SGD':torchs(torch.optim.SGD, momentum=0.9, fused=True)}
+opt_funcs = {'AdamW16':AdamW16, 'Adam':Adam, 'SGD':partial(SGD, mom=0.9), 'ranger':ranger, 'ranger16':ranger16,
+    'torch AdamW':torchs(torch.optim.AdamW), 'torch fused AdamW':torchs(torch.optim.AdamW, fused=True),
+    'torch fused SGD':torchs(torch.optim.SGD, momentum=0.9, fused=True)}
 
 class SkipFirst(Callback):
     order = 20
@@ -389,14 +394,15 @@ def parametrized():
 
 def ws_conv(): return nn.Sequential(nn.Unflatten(1, (1,8)), nn.Conv1d(1,8,3), nn.GroupNorm(2,8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(1))
 def unet_block():
-    return nn.Sequential(SequentialEx(nn.Linear(8,8), nn.BatchNorm1d(8), nn.ReLU(), MergeLayer()), SequentialEx(nn.Linear(8,8), MergeLayer(dense=True)),
-                         nn.Linear(16,1))
+    return nn.Sequential(SequentialEx(nn.Linear(8,8), nn.BatchNorm1d(8), nn.ReLU(), MergeLayer()),
+                         SequentialEx(nn.Linear(8,8), MergeLayer(dense=True)), nn.Linear(16,1))
 
-shapes = {'tied':Tied, 'direct':lambda: Direct(norm=nn.LayerNorm(16)), 'buffers':Buffers, 'complex':Fourier, 'island':Island, 'decorated':Decorated,
-    'own gradient':OwnGradient,
+shapes = {'tied':Tied, 'direct':lambda: Direct(norm=nn.LayerNorm(16)), 'buffers':Buffers, 'complex':Fourier, 'island':Island,
+    'decorated':Decorated, 'own gradient':OwnGradient,
     **{f'writes: {how}': partial(Momentum, how) for how in ('data','in place','state')},
     'float64':lambda: Wide(fine=nn.Linear(16,16).double()),
-    'attention':lambda: Attention(inp=nn.Linear(1,8), attn=nn.MultiheadAttention(8, 2, batch_first=True), ln=nn.LayerNorm(8), out=nn.Linear(8,1)),
+    'attention':lambda: Attention(inp=nn.Linear(1,8), attn=nn.MultiheadAttention(8, 2, batch_first=True),
+                                  ln=nn.LayerNorm(8), out=nn.Linear(8,1)),
     'integers':lambda: Counting(emb=nn.Embedding(8,8)), 'checkpointed':lambda: Checkpointed(reentrant=False, inp=nn.Linear(8,8)),
     'reentrant':lambda: Checkpointed(reentrant=True, inp=nn.Linear(8,8)),
     'parameters':Param, 'parametrized':parametrized, 'lazy':ws_conv,
@@ -424,8 +430,8 @@ def test_models_of_all_shapes(name, to, dtype):
     assert b.mixed_precision.n_skipped==0 and len(b.mixed_precision.history)==6
     like_fp32(a, b, rtol=3e-2 if dtype==torch.float16 else 0.1, atol=5e-3 if dtype==torch.float16 else 2e-2)
 
-changes = {'pruned':lambda m: prune.l1_unstructured(m[0], 'weight', 0.3), 'parametrized':lambda m: nn.utils.parametrizations.weight_norm(m[0]),
-    'frozen':lambda m: m[0].requires_grad_(False)}
+changes = {'pruned':lambda m: prune.l1_unstructured(m[0], 'weight', 0.3),
+    'parametrized':lambda m: nn.utils.parametrizations.weight_norm(m[0]), 'frozen':lambda m: m[0].requires_grad_(False)}
 
 @pytest.mark.parametrize('change', changes.values(), ids=changes)
 def test_models_changed_in_the_middle_of_a_fit(change):
@@ -448,7 +454,8 @@ def test_fastais_merge_layers_kept_in_fp32(which):
 def test_parameters_that_the_optimizer_does_not_hold(clip, overflow):
     "Their gradients are nobody's to zero; fastai's GradientClip takes them in"
     def split(m): return [list(m[3].parameters())]
-    def run(to): return fit(to(learner(shuffle=False, splitter=split, opt_func=SGD, lr=3., cbs=[clip(0.05), Poison(overflow, 'backward')])), 2)
+    def run(to):
+        return fit(to(learner(shuffle=False, splitter=split, opt_func=SGD, lr=3., cbs=[clip(0.05), Poison(overflow, 'backward')])), 2)
     a,b = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
     if not overflow: like_fp32(a, b)
     assert b.mixed_precision.n_skipped==len(overflow) and all(v.isfinite().all() for v in state(b).values())

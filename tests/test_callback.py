@@ -170,8 +170,8 @@ def test_true_gradients_after_order_10():
     a,b = [fit(to(learner(plain_mlp, cbs=Grads())), 1).seen for to in (Learner.to_fp32, Learner.to_fp16_dynamic)]
     for x,y in zip(a, b): torch.testing.assert_close(x, y, rtol=5e-3, atol=1e-3)
 
-@pytest.mark.parametrize('kw', [dict(init_scale=0.), dict(init_scale=-2.), dict(min_scale=-1.), dict(min_scale=8., max_scale=4.), dict(on_spiral='hope'),
-                                dict(patience=0), dict(patience=1.5), dict(keep_fp32='lin')])
+@pytest.mark.parametrize('kw', [dict(init_scale=0.), dict(init_scale=-2.), dict(min_scale=-1.), dict(min_scale=8., max_scale=4.),
+                                dict(on_spiral='hope'), dict(patience=0), dict(patience=1.5), dict(keep_fp32='lin')])
 def test_bad_arguments_change_nothing(kw):
     learn = learner().to_bf16_dynamic()
     before = learn.mixed_precision
@@ -186,8 +186,8 @@ def test_unknown_argument():
 def test_unknown_amp_mode(mode):
     with pytest.raises(ValueError, match=f"amp_mode={mode!r}.*'fp16' or 'bf16'"): DynamicMixedPrecision(mode)
 
-@pytest.mark.parametrize('model,says', [(nn.ReLU(), 'no parameters'), (mlp().half(), 'torch.float16'), (mlp().bfloat16(), 'torch.bfloat16')],
-                         ids=['none','fp16','bf16'])
+@pytest.mark.parametrize('model,says', [(nn.ReLU(), 'no parameters'), (mlp().half(), 'torch.float16'),
+                                        (mlp().bfloat16(), 'torch.bfloat16')], ids=['none','fp16','bf16'])
 def test_models_that_cannot_be(model, says):
     with pytest.raises(ValueError, match=says): learner(model).to_fp16_dynamic()
     if says!='no parameters':

@@ -5,9 +5,8 @@ import pytest
 from fastai_amp16.demo import main,parse_args,precisions,spiral,train
 
 def test_accuracy_is_within_a_point_of_fp32():
-    accs = {p: [train(p, seed=seed)[1]['accuracy'] for seed in range(3)] for p in ('fp32','fp16, dynamic')}
-    assert min(accs['fp32'])>0.97
-    for a,b in zip(*accs.values()): assert abs(a-b)<=0.01
+    fp32,fp16 = [[train(p, 5, seed=seed)[1]['accuracy'] for seed in range(2)] for p in ('fp32','fp16, dynamic')]
+    assert min(fp32)>0.97 and sum(fp16)/2==pytest.approx(sum(fp32)/2, abs=0.01)
 
 def test_command(tmp_path):
     "As a user types it"
@@ -22,11 +21,12 @@ def test_command(tmp_path):
 
     story = res.stdout[res.stdout.index('raw counts'):]
     for p in spiral: assert p in story
-    assert story.count('stem.0 (Conv2d) gives numbers up to')>=3 and '> stem.0' in story and 'keep_fp32=[' in story # told by each fp16 training, and the report
+    # told by each fp16 training, and the report
+    assert story.count('stem.0 (Conv2d) gives numbers up to')>=3 and '> stem.0' in story and 'keep_fp32=[' in story
 
 def test_healing_ends_where_fp32_ends():
     "The mean of two seeds, to within a point; single ones are as far from each other in fp32"
-    fp32,healed = [sum(train(p, seed=seed, counts=True)[1]['accuracy'] for seed in range(2))/2 for p in ('fp32','fp16, healing')]
+    fp32,healed = [sum(train(p, 8, seed=seed, counts=True)[1]['accuracy'] for seed in range(2))/2 for p in ('fp32','fp16, healing')]
     assert fp32>0.97 and abs(fp32-healed)<=0.01
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
@@ -38,8 +38,10 @@ def test_help(capsys):
     out = capsys.readouterr().out
     assert e.value.code==0 and all(o in out for o in ('--epochs','--lr','--bs','--seed','--out','to_fp16_dynamic'))
 
-@pytest.mark.parametrize('args,says', [(['--epochs','0'],"--epochs: '0'"), (['--epochs','2.5'],"'2.5'"), (['--lr','-1'],"'-1'"), (['--lr','nan'],"'nan'"), (['--lr','inf'],"'inf'"),
-    (['--bs','x'],"--bs: 'x'"), (['--bs','1439'],'at most 1438'), (['--out','x.txt'],'.png'), (['--seed','a'],"--seed"), (['--speed'],'--speed'), (['--epochs'],'--epochs')])
+@pytest.mark.parametrize('args,says', [
+    (['--epochs','0'],"--epochs: '0'"), (['--epochs','2.5'],"'2.5'"), (['--lr','-1'],"'-1'"), (['--lr','nan'],"'nan'"),
+    (['--lr','inf'],"'inf'"), (['--bs','x'],"--bs: 'x'"), (['--bs','1439'],'at most 1438'), (['--out','x.txt'],'.png'),
+    (['--seed','a'],"--seed"), (['--speed'],'--speed'), (['--epochs'],'--epochs')])
 def test_wrong_arguments_get_one_line(args, says, capsys):
     with pytest.raises(SystemExit) as e: parse_args(args)
     err = capsys.readouterr().err

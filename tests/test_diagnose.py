@@ -8,7 +8,7 @@ from fastai_amp16.ranks import Ranks
 from fastai_amp16.report import PrecisionReport
 from fastai_amp16.rerun import Batches
 from fastai_amp16.snapshot import LearnerState,ModelState
-from common import Poison,equal,fit,learner,mlp,mse,state
+from common import equal,learner,mse,state
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
 
@@ -391,8 +391,3 @@ def test_what_several_ranks_found_is_told_once():
     a,b = merged([None, report(), report(producer='b'), report()])
     assert (a.sentence,b.sentence)==('On rank 1, 3: a overflows.','On rank 2: b overflows.') and a.new_scale is None
     assert len(merged([report('data', None, samples=[1]), report('data', None, samples=[2])]))==2
-
-@pytest.mark.parametrize('cause,verdict', [('forward','data'), ('backward','divergence')])
-def test_statistics_that_a_bad_batch_has_spoilt_are_not_blamed_for_it(cause, verdict):
-    learn = fit(learner(mlp(), n=6*16, cbs=Poison({1,2}, cause)).to_fp16_dynamic(), 1)
-    assert {r.verdict for r in learn.mixed_precision.reports}=={verdict} and all(v.isfinite().all() for v in learn.model.state_dict().values())

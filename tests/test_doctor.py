@@ -36,7 +36,9 @@ def images(model, n=4, size=32, **kwargs): return learner(model, torch.randn(n, 
 
 def findings(learn, **kwargs): return [o for o in _examine(learn, **kwargs) if o.severity!='info']
 
-def do(code, learn): exec(code, dict(learn=learn, nn=nn, torch=torch, partial=partial, swap_module=swap_module, **{o: getattr(optimizers, o) for o in optimizers.__all__}))
+def do(code, learn):
+    exec(code, dict(learn=learn, nn=nn, torch=torch, partial=partial, swap_module=swap_module,
+                    **{o: getattr(optimizers, o) for o in optimizers.__all__}))
 
 def remedies(finding):
     "The code of a remedy, and that of its alternatives"
@@ -125,32 +127,48 @@ def with_logits(p, y): return F.binary_cross_entropy_with_logits(p, y)
 min_ = lambda x: torch.finfo(x.dtype).min
 hazards = dict( # what has it, where, how bad, words of the fact, of the remedy; what has not
     masked_fill=(code(attend(lambda s,x,m: x.masked_fill(m, -1e9))), 'mid', 'error', '-1e+09', 'torch.finfo',
-        [code(attend(lambda s,x,m: x.masked_fill(m, min_(x)))), code(attend(lambda s,x,m: x.masked_fill(m, -torch.inf))), code(attend(lambda s,x,m: x.float().masked_fill(m, -1e9)))]),
-    masked_add=(code(attend(lambda s,x,m: x+m.to(x.dtype)*-1e9)), 'mid', 'warning', '-1e+09', 'torch.finfo', [code(attend(lambda s,x,m: x+m.to(x.dtype)*-1e4))]),
-    setitem=(code(attend(partial(assign, value=lambda x: -1e9))), 'mid', 'error', '-1e+09', 'torch.finfo', [code(attend(partial(assign, value=min_)))]),
-    where=(code(attend(lambda s,x,m: torch.where(m, -1e9, x))), 'mid', 'warning', '-1e+09', 'torch.finfo', [code(attend(lambda s,x,m: torch.where(m, min_(x), x)))]),
+        [code(attend(lambda s,x,m: x.masked_fill(m, min_(x)))), code(attend(lambda s,x,m: x.masked_fill(m, -torch.inf))),
+         code(attend(lambda s,x,m: x.float().masked_fill(m, -1e9)))]),
+    masked_add=(code(attend(lambda s,x,m: x+m.to(x.dtype)*-1e9)), 'mid', 'warning', '-1e+09', 'torch.finfo',
+        [code(attend(lambda s,x,m: x+m.to(x.dtype)*-1e4))]),
+    setitem=(code(attend(partial(assign, value=lambda x: -1e9))), 'mid', 'error', '-1e+09', 'torch.finfo',
+        [code(attend(partial(assign, value=min_)))]),
+    where=(code(attend(lambda s,x,m: torch.where(m, -1e9, x))), 'mid', 'warning', '-1e+09', 'torch.finfo',
+        [code(attend(lambda s,x,m: torch.where(m, min_(x), x)))]),
     mask_buffer=(lambda: Net(WithMask(attend(lambda s,x,m: x+s.mask.to(x.dtype)), -1e9)), 'mid', 'warning', '1e+09', 'torch.finfo',
-        [lambda: Net(WithMask(attend(lambda s,x,m: x+s.mask.to(x.dtype)), -1e4)), lambda: Net(WithMask(attend(lambda s,x,m: x+s.mask), -1e9))]),
-    fused_attention=(lambda: Net(WithMask(lambda s,x: F.scaled_dot_product_attention(x[None], x[None], x[None], s.mask)[0], -1e9)), 'mid', 'warning', '1e+09', 'torch.finfo',
+        [lambda: Net(WithMask(attend(lambda s,x,m: x+s.mask.to(x.dtype)), -1e4)),
+         lambda: Net(WithMask(attend(lambda s,x,m: x+s.mask), -1e9))]),
+    fused_attention=(lambda: Net(WithMask(lambda s,x: F.scaled_dot_product_attention(x[None], x[None], x[None], s.mask)[0], -1e9)),
+        'mid', 'warning', '1e+09', 'torch.finfo',
         [lambda: Net(WithMask(lambda s,x: F.scaled_dot_product_attention(x[None], x[None], x[None], s.mask)[0], -torch.inf))]),
     gain=(code(lambda s,x: x*1e6/1e6), 'mid', 'error', '1e+06', 'keep_fp32', [code(lambda s,x: x/1e6*1e6), code(lambda s,x: x*1e-6)]),
-    eps_div=(code(lambda s,x: x/(x.norm(dim=-1, keepdim=True)+s.eps), eps=1e-8), 'mid', 'warning', '1e-08', 'mid\').eps = 1e-4', [code(lambda s,x: x/(x.norm(dim=-1, keepdim=True)+1e-4))]),
+    eps_div=(code(lambda s,x: x/(x.norm(dim=-1, keepdim=True)+s.eps), eps=1e-8), 'mid', 'warning', '1e-08', 'mid\').eps = 1e-4',
+        [code(lambda s,x: x/(x.norm(dim=-1, keepdim=True)+1e-4))]),
     eps_log=(code(lambda s,x: (x.relu()+1e-10).log()), 'mid', 'error', '1e-10', 'in its code', [code(lambda s,x: (x.relu()+1e-3).log())]),
     eps_clamp=(code(lambda s,x: x*x.abs().sum(-1, keepdim=True).clamp(min=1e-12).reciprocal()), 'mid', 'warning', '1e-12', 'in its code',
         [code(lambda s,x: x.clamp(min=1e-12)), code(lambda s,x: x+1e-8)]),
     cosine=(code(lambda s,x: s.cos(x, x[:1])[:,None]*x, cos=nn.CosineSimilarity()), 'mid.cos', 'warning', '1e-08', "mid.cos').eps = 1e-4",
-        [code(lambda s,x: s.cos(x, x[:1])[:,None]*x, cos=nn.CosineSimilarity(eps=1e-3)), code(lambda s,x: F.cosine_similarity(x, x[:1], -1, 1e-3)[:,None]*x)]),
-    normalize=(code(lambda s,x: F.normalize(x)), 'mid', 'warning', '1e-12', 'in its code', [code(lambda s,x: F.normalize(x, eps=1e-4)), code(lambda s,x: F.normalize(x.float()))]),
+        [code(lambda s,x: s.cos(x, x[:1])[:,None]*x, cos=nn.CosineSimilarity(eps=1e-3)),
+         code(lambda s,x: F.cosine_similarity(x, x[:1], -1, 1e-3)[:,None]*x)]),
+    normalize=(code(lambda s,x: F.normalize(x)), 'mid', 'warning', '1e-12', 'in its code',
+        [code(lambda s,x: F.normalize(x, eps=1e-4)), code(lambda s,x: F.normalize(x.float()))]),
     logsumexp=(code(lambda s,x: x-x.exp().sum(-1, keepdim=True).log()), 'mid', 'warning', 'logsumexp', 'torch.logsumexp',
         [code(lambda s,x: x-x.logsumexp(-1, keepdim=True)), code(lambda s,x: x-(x-x.amax()).exp().sum(-1, keepdim=True).log())]),
     softplus=(code(lambda s,x: torch.log(1+torch.exp(x))), 'mid', 'warning', 'softplus', 'F.softplus', [code(lambda s,x: F.softplus(x))]),
-    log_softmax=(code(lambda s,x: x.softmax(-1).log()), 'mid', 'warning', 'softmax', 'F.log_softmax', [code(lambda s,x: x.log_softmax(-1))]),
-    rms=(lambda: Net(Norming()), 'mid', 'warning', 'by hand', "'mid.'", [lambda: Net(nn.RMSNorm(8)), code(lambda s,x: x*s.weight, weight=2.)]),
-    standardise=(lambda: Net(Standardise()), 'mid', 'warning', 'by hand', "'mid'", [lambda: Net(Registered()), code(lambda s,x: (x-0.5)/0.2), code(lambda s,x: x/x.float().std())]),
-    gain_first=(code(lambda s,x: s.g*x*torch.rsqrt(x.pow(2).mean(-1, keepdim=True)+1e-5), g=nn.Parameter(torch.ones(8))), 'mid', 'warning', 'by hand', "'mid'",
-        [code(lambda s,x: s.g*x*torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True)+1e-5), g=nn.Parameter(torch.ones(8))), code(lambda s,x: s.g*x*s.g.pow(2).mean().rsqrt(), g=nn.Parameter(torch.ones(8)))]),
-    annotated=(code(lambda s,x: s.g*(x-x.mean(-1, keepdim=True))/(x.std(-1, keepdim=True)+1e-5), g=nn.Parameter(torch.ones(8))), 'mid', 'warning', 'by hand', "'mid'", []),
-    sum_of_squares=(code(lambda s,x: x/((x*x).sum(-1, keepdim=True)/8+s.eps).sqrt(), eps=nn.Parameter(torch.full((1,), 1e-5))), 'mid', 'warning', 'by hand', "'mid'", []))
+    log_softmax=(code(lambda s,x: x.softmax(-1).log()), 'mid', 'warning', 'softmax', 'F.log_softmax',
+        [code(lambda s,x: x.log_softmax(-1))]),
+    rms=(lambda: Net(Norming()), 'mid', 'warning', 'by hand', "'mid.'",
+        [lambda: Net(nn.RMSNorm(8)), code(lambda s,x: x*s.weight, weight=2.)]),
+    standardise=(lambda: Net(Standardise()), 'mid', 'warning', 'by hand', "'mid'",
+        [lambda: Net(Registered()), code(lambda s,x: (x-0.5)/0.2), code(lambda s,x: x/x.float().std())]),
+    gain_first=(code(lambda s,x: s.g*x*torch.rsqrt(x.pow(2).mean(-1, keepdim=True)+1e-5), g=nn.Parameter(torch.ones(8))),
+        'mid', 'warning', 'by hand', "'mid'",
+        [code(lambda s,x: s.g*x*torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True)+1e-5), g=nn.Parameter(torch.ones(8))),
+         code(lambda s,x: s.g*x*s.g.pow(2).mean().rsqrt(), g=nn.Parameter(torch.ones(8)))]),
+    annotated=(code(lambda s,x: s.g*(x-x.mean(-1, keepdim=True))/(x.std(-1, keepdim=True)+1e-5), g=nn.Parameter(torch.ones(8))),
+        'mid', 'warning', 'by hand', "'mid'", []),
+    sum_of_squares=(code(lambda s,x: x/((x*x).sum(-1, keepdim=True)/8+s.eps).sqrt(), eps=nn.Parameter(torch.full((1,), 1e-5))),
+        'mid', 'warning', 'by hand', "'mid'", []))
 
 @pytest.mark.parametrize('name', hazards)
 def test_hazard(name):
@@ -165,9 +183,13 @@ def test_hazard(name):
     for twin in twins: assert not findings(learner(twin))
 
 @pytest.mark.parametrize('hazard,module,remedy,twins', [
-    (bce(probabilities(nn.Sigmoid())), '1', 'swap_module', [dict(model=probabilities(nn.Identity()), y=torch.rand(4, 4), loss_func=nn.BCEWithLogitsLoss())]),
-    (bce(probabilities(Code(lambda s,x: x.sigmoid().clamp(1e-4, 1-1e-4)))), '1', 'nn.BCEWithLogitsLoss', [bce(probabilities(Code(lambda s,x: x.float().sigmoid())))]),
-    (dict(model=probabilities(nn.Softmax(-1)), loss_func=nll), '1', 'nn.CrossEntropyLoss', [dict(model=probabilities(nn.LogSoftmax(-1)), loss_func=nn.NLLLoss())])], ids=['module', 'code', 'softmax'])
+    (bce(probabilities(nn.Sigmoid())), '1', 'swap_module',
+     [dict(model=probabilities(nn.Identity()), y=torch.rand(4, 4), loss_func=nn.BCEWithLogitsLoss())]),
+    (bce(probabilities(Code(lambda s,x: x.sigmoid().clamp(1e-4, 1-1e-4)))), '1', 'nn.BCEWithLogitsLoss',
+     [bce(probabilities(Code(lambda s,x: x.float().sigmoid())))]),
+    (dict(model=probabilities(nn.Softmax(-1)), loss_func=nll), '1', 'nn.CrossEntropyLoss',
+     [dict(model=probabilities(nn.LogSoftmax(-1)), loss_func=nn.NLLLoss())])],
+    ids=['module', 'code', 'softmax'])
 def test_loss(hazard, module, remedy, twins):
     found = findings(learner(**hazard))
     assert [(o.severity,o.module) for o in found]==[('warning',module)] and 'loss' in found[0].fact and remedy in found[0].remedy
@@ -178,7 +200,8 @@ def test_loss(hazard, module, remedy, twins):
     for twin in twins: assert not findings(learner(**twin))
 
 def test_a_sigmoid_in_the_loss_computes_in_fp32():
-    def infos(loss_func): return [o.fact for o in learner(nn.Linear(8, 4), y=torch.rand(4, 4), loss_func=loss_func).fp16_doctor() if 'loss' in o.fact]
+    def infos(loss_func):
+        return [o.fact for o in learner(nn.Linear(8, 4), y=torch.rand(4, 4), loss_func=loss_func).fp16_doctor() if 'loss' in o.fact]
     assert len(infos(in_loss))==1 and not infos(with_logits)
 
 @pytest.mark.parametrize('gate,module', [(Gate,'2'), (LinearGate,'2'), (MBConv,'2')])
@@ -233,7 +256,8 @@ def test_bad_data_and_weights():
 
 def test_bf16_takes_what_fp16_cannot():
     for name in ('masked_fill','masked_add','gain','eps_log','eps_clamp'): assert not findings(learner(hazards[name][0]).to_bf16_dynamic())
-    assert findings(learner(**bce(probabilities(nn.Sigmoid()))).to_bf16_dynamic())[0].remedy.endswith("learn.to_bf16_dynamic(keep_fp32=['1'])")
+    assert findings(learner(**bce(probabilities(nn.Sigmoid()))).to_bf16_dynamic())[0].remedy.endswith(
+        "learn.to_bf16_dynamic(keep_fp32=['1'])")
 
 # %% weights, optimizer, device
 def test_half_weights():
@@ -255,7 +279,8 @@ def test_bf16_weights():
     for p in ones.model.parameters(): nn.init.ones_(p)
     assert not findings(ones)
 
-@pytest.mark.parametrize('opt_func,bad', [(RMSProp,True), (QHAdam,True), (partial(OptimWrapper, opt=torch.optim.AdamW),True), (Adam,False), (AdamW16,False)])
+@pytest.mark.parametrize('opt_func,bad', [(RMSProp,True), (QHAdam,True), (partial(OptimWrapper, opt=torch.optim.AdamW),True),
+                                          (Adam,False), (AdamW16,False)])
 def test_optimizer(opt_func, bad):
     def eps(learn): return [o for o in learn.fp16_doctor() if 'eps' in o.fact]
     for fitted in (False,True):
@@ -266,18 +291,24 @@ def test_optimizer(opt_func, bad):
             do(eps(learn)[0].remedy, learn)
             assert not eps(learn)
 
-T4,V100,A100 = _Device('cuda', 'Tesla T4', (7,5), True),_Device('cuda', 'Tesla V100-SXM2-16GB', (7,0), True),_Device('cuda', 'NVIDIA A100-SXM4-40GB', (8,0))
+T4,V100,A100 = (_Device('cuda', 'Tesla T4', (7,5), True),_Device('cuda', 'Tesla V100-SXM2-16GB', (7,0), True),
+                _Device('cuda', 'NVIDIA A100-SXM4-40GB', (8,0)))
 @pytest.mark.parametrize('device,fp16,bf16', [
     (T4, '', 'to_fp16_dynamic'), (V100, '', 'to_fp16_dynamic'), (A100, '', ''),
-    (_Device('cuda', 'NVIDIA GeForce GTX 1650', (7,5), True), 'to_fp32', 'to_fp32'), (_Device('cuda', 'NVIDIA T1000', (7,5), True), 'to_fp32', 'to_fp32'),
-    (_Device('cuda', 'NVIDIA GeForce GTX 1080', (6,1), True), 'to_fp32', 'to_fp32'), (_Device('cuda', 'NVIDIA GeForce RTX 2080', (7,5), True), '', 'to_fp16_dynamic'),
-    (_Device('cpu'), 'to_fp32', 'to_fp32'), (_Device('cpu', fast=['bf16']), 'to_bf16_dynamic', ''), (_Device('cpu', fast=['fp16']), '', 'to_fp16_dynamic'), (_Device('mps'), '', '')], ids=lambda o: getattr(o, 'name', None))
+    (_Device('cuda', 'NVIDIA GeForce GTX 1650', (7,5), True), 'to_fp32', 'to_fp32'),
+    (_Device('cuda', 'NVIDIA T1000', (7,5), True), 'to_fp32', 'to_fp32'),
+    (_Device('cuda', 'NVIDIA GeForce GTX 1080', (6,1), True), 'to_fp32', 'to_fp32'),
+    (_Device('cuda', 'NVIDIA GeForce RTX 2080', (7,5), True), '', 'to_fp16_dynamic'),
+    (_Device('cpu'), 'to_fp32', 'to_fp32'), (_Device('cpu', fast=['bf16']), 'to_bf16_dynamic', ''),
+    (_Device('cpu', fast=['fp16']), '', 'to_fp16_dynamic'), (_Device('mps'), '', '')],
+    ids=lambda o: getattr(o, 'name', None))
 def test_device(device, fp16, bf16):
     for dtype,remedy in ((torch.float16,fp16),(torch.bfloat16,bf16)):
         found = list(_device(device, dtype))
         assert bool(found)==bool(remedy) and (not found or remedy in found[0].remedy)
 
-@pytest.mark.parametrize('has,fast', [({}, []), (dict(avx512_bf16=True), ['bf16']), (dict(amx_bf16=True, amx_fp16=True), ['fp16','bf16']), (dict(bf16=True), ['bf16'])])
+@pytest.mark.parametrize('has,fast', [({}, []), (dict(avx512_bf16=True), ['bf16']), (dict(amx_bf16=True, amx_fp16=True), ['fp16','bf16']),
+                                      (dict(bf16=True), ['bf16'])])
 def test_instructions_of_a_cpu(has, fast, monkeypatch):
     monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: has, raising=False)
     assert _Device.of(torch.device('cpu')).fast==fast
@@ -290,10 +321,12 @@ def test_this_device(): assert _Device.of(torch.device('cpu')).type=='cpu' and n
 
 def test_sizes():
     def net(*sizes): return nn.Sequential(*[o for a,b in zip(sizes, sizes[1:]) for o in (nn.Linear(a, b), nn.ReLU())][:-1])
-    def speed(device, *sizes): return [o for o in _examine(learner(net(*sizes), torch.randn(4, sizes[0])), device=device) if o.severity=='speed']
+    def speed(device, *sizes):
+        return [o for o in _examine(learner(net(*sizes), torch.randn(4, sizes[0])), device=device) if o.severity=='speed']
     found, = speed(T4, 8, 50, 8, 30, 4)
     assert (found.module,found.others)==('0',['2','4','6']) and '50, 30' in found.fact and '56 in place of 50' in found.remedy
-    assert not speed(T4, 7, 16, 8, 5) and not speed(_Device('cpu'), 8, 50, 4) and not speed(_Device('cuda', 'GTX 1080', (6,1)), 8, 50, 4)[1:]
+    assert (not speed(T4, 7, 16, 8, 5) and not speed(_Device('cpu'), 8, 50, 4)
+            and not speed(_Device('cuda', 'GTX 1080', (6,1)), 8, 50, 4)[1:])
 
 def test_memory_format():
     learn = images(resnet18(weights=None))
@@ -329,19 +362,26 @@ class Block(nn.Module):
         y = self.norm(y).permute(0, 2, 3, 1) if isinstance(self.norm, LayerNorm2d) else self.norm(y.permute(0, 2, 3, 1))
         return x+(self.gamma*self.fc2(self.act(self.fc1(y)))).permute(0, 3, 1, 2)
 
-def convnext(norm=None): return lambda: nn.Sequential(nn.Conv2d(3, 16, 4, 4), LayerNorm2d(16), Block(16, norm), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+def convnext(norm=None):
+    return lambda: nn.Sequential(nn.Conv2d(3, 16, 4, 4), LayerNorm2d(16), Block(16, norm),
+                                 nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
 
 def tabular():
     set_seed(0)
     df = pd.DataFrame(dict(a=torch.randn(64), b=torch.randn(64), c=list('xyz!')*16, y=torch.randn(64)))
-    return tabular_learner(TabularDataLoaders.from_df(df, procs=[Categorify, Normalize], cat_names=['c'], cont_names=['a','b'], y_names='y', bs=16), layers=[32,16], n_out=1)
+    return tabular_learner(TabularDataLoaders.from_df(df, procs=[Categorify, Normalize], cat_names=['c'], cont_names=['a','b'],
+                                                      y_names='y', bs=16),
+                           layers=[32,16], n_out=1)
 
 def awd():
     config = dict(emb_sz=16, n_hid=24, n_layers=2, pad_token=1, bidir=False, output_p=.1, hidden_p=.1, input_p=.1, embed_p=.1, weight_p=.1)
-    return learner(lambda: get_text_classifier(AWD_LSTM, 30, 4, config=config, max_len=40, lin_ftrs=[48]), torch.randint(2, 30, (4, 20)), cbs=rnn_cbs())
+    return learner(lambda: get_text_classifier(AWD_LSTM, 30, 4, config=config, max_len=40, lin_ftrs=[48]),
+                   torch.randint(2, 30, (4, 20)), cbs=rnn_cbs())
 
-well = dict(resnet18=lambda: images(lambda: resnet18(weights=None)), resnet18_pair=lambda: images(lambda: resnet18(weights=None), n=2), xresnet18=lambda: images(lambda: xresnet18(n_out=4)),
-    convnext=lambda: images(convnext()), convnext_2d=lambda: images(convnext(LayerNorm2d(16))), torch_convnext=lambda: images(lambda: ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=4)),
+well = dict(resnet18=lambda: images(lambda: resnet18(weights=None)),
+    resnet18_pair=lambda: images(lambda: resnet18(weights=None), n=2), xresnet18=lambda: images(lambda: xresnet18(n_out=4)),
+    convnext=lambda: images(convnext()), convnext_2d=lambda: images(convnext(LayerNorm2d(16))),
+    torch_convnext=lambda: images(lambda: ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=4)),
     tabular=tabular, transformer=lambda: learner(Text, torch.randint(20, (4, 8))), awd_lstm=awd, mlp=lambda: learner(Net(nn.ReLU())))
 
 @pytest.mark.parametrize('name', well)
@@ -362,12 +402,15 @@ def test_memory_that_nobody_wrote_is_no_overflow():
 @pytest.mark.parametrize('name', zoo)
 def test_zoo(name):
     "What cannot be trained in plain fp16 is named, at the place; what is wrong with it is seen at times only in the batch"
-    named = dict(regnety=('stem.0','conv2d','trunk_output.0.f.4','Squeeze'), norm_free=('blocks.','gives numbers'), masked_add=('attns.0','-1e+09'), masked_fill=('attns.0','-1e+09'),
-        large_logits=('','matmul'), rms_inline=('1','by hand'), sum_pool=('','sum'), poisson=('','exp'), cosine=('3','1e-08'), sigmoid_bce=('act','sigmoid'), large_units=('','200000'),
+    named = dict(regnety=('stem.0','conv2d','trunk_output.0.f.4','Squeeze'), norm_free=('blocks.','gives numbers'),
+        masked_add=('attns.0','-1e+09'), masked_fill=('attns.0','-1e+09'),
+        large_logits=('','matmul'), rms_inline=('1','by hand'), sum_pool=('','sum'), poisson=('','exp'),
+        cosine=('3','1e-08'), sigmoid_bce=('act','sigmoid'), large_units=('','200000'),
         broken_pixels=('0','conv2d'), backward_only=('1','sqrt'))
     found = findings(zoo[name].make(0))
     where = named.get(name, ()) # `rms` is kept in fp32 by its name; `tiny_loss` asks for a loss scale and an optimizer, which it has
-    for module,fact in zip(where[::2], where[1::2]): assert any((o.module or '').startswith(module) and fact in o.fact for o in found), found
+    for module,fact in zip(where[::2], where[1::2]):
+        assert any((o.module or '').startswith(module) and fact in o.fact for o in found), found
     assert bool(found)==bool(where)
 
 # %% no trace
@@ -392,7 +435,8 @@ def test_no_trace(to, fitted):
         return learn
     def rest(learn):
         with learn.no_bar(), learn.no_logging(): learn.fit(2)
-        return [*learn.model.state_dict().values(), torch.rand(1), torch.stack([x for x,_ in learn.dls.train]), torch.tensor(learn.model.calls)]
+        return [*learn.model.state_dict().values(), torch.rand(1),
+                torch.stack([x for x,_ in learn.dls.train]), torch.tensor(learn.model.calls)]
     learn = make()
     before,keys,rng = {k: v.clone() for k,v in learn.model.state_dict().items()},dict(vars(learn)),torch.get_rng_state()
     learn.fp16_doctor()
@@ -409,7 +453,8 @@ def test_what_fp32_raises_is_raised():
 
 # %% the result
 def test_checkup():
-    found = [Finding('info', None, 'Good <b>.', 'learn.to_fp32()'), Finding('error', '', 'Bad.', '{keep}', ['.']), Finding('warning', 'a', 'So so.', '{keep}', ['a']), Finding('warning', 'b', 'So so.', '{keep}', ['b'])]
+    found = [Finding('info', None, 'Good <b>.', 'learn.to_fp32()'), Finding('error', '', 'Bad.', '{keep}', ['.']),
+             Finding('warning', 'a', 'So so.', '{keep}', ['a']), Finding('warning', 'b', 'So so.', '{keep}', ['b'])]
     c = Checkup(found)
     assert [o.severity for o in c]==['error','warning','info'] and c[1].remedy=="learn.to_fp16_dynamic(keep_fp32=['a', 'b'])"
     assert "keep_fp32=['.', 'a', 'b']" in str(c) and 'a and 1 more: So so.' in str(c) and '(the model)' in str(c)
@@ -456,7 +501,8 @@ def test_swap_module_leaves_what_is_never_called():
     with torch.no_grad(): fast = m(x)
     assert torch.allclose(fast, m(x), atol=1e-5) # without gradients torch takes a path of its own
 
-@pytest.mark.parametrize('args,error,match', [((nn.Sigmoid(), nn.Sigmoid, nn.Hardsigmoid), ValueError, 'itself'), ((Tree(), nn.Tanh, nn.ReLU), ValueError, 'no Tanh in this Tree.*Linear'),
+@pytest.mark.parametrize('args,error,match', [((nn.Sigmoid(), nn.Sigmoid, nn.Hardsigmoid), ValueError, 'itself'),
+    ((Tree(), nn.Tanh, nn.ReLU), ValueError, 'no Tanh in this Tree.*Linear'),
     ((Tree(), nn.Sigmoid, nn.Hardsigmoid()), TypeError, 'a class or a function')])
 def test_swap_module_says_what_is_wrong(args, error, match):
     with pytest.raises(error, match=match): swap_module(*args)

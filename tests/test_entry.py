@@ -133,7 +133,8 @@ def same_training(a, b, skipped=0):
 
 def ran_again(learn): return learn.mixed_precision.history.reruns[lambda s: s>0].index.tolist()
 
-programs = [RDrop, Parts, Layers, Forward, PartForward, Keyword, Method, Attributes, GradientPenalty, Functional, Frozen, Again, Reentrant, Entered, Reversible]
+programs = [RDrop, Parts, Layers, Forward, PartForward, Keyword, Method, Attributes, GradientPenalty, Functional,
+            Frozen, Again, Reentrant, Entered, Reversible]
 
 @pytest.mark.parametrize('cls', programs)
 def test_programs_that_call_the_model_in_their_own_way(cls):
@@ -143,7 +144,7 @@ def test_programs_that_call_the_model_in_their_own_way(cls):
     assert {0,5}<=set(ran_again(b)) and len(ran_again(b))<=3 and not b.mixed_precision.promoted
     assert int(a.model.enc[1].num_batches_tracked)==int(b.model.enc[1].num_batches_tracked)
 
-@pytest.mark.parametrize('cls', [o for o in programs if o not in (Functional,Again,Reentrant)]) # these read the masters, and autocast casts them
+@pytest.mark.parametrize('cls', [o for o in programs if o not in (Functional,Again,Reentrant)]) # these read masters, which autocast casts
 def test_every_call_computes_in_half_precision(cls):
     "Nothing overflows, so there is no run in fp32"
     learn = make(cls, Learner.to_fp16_dynamic, n=64)
@@ -181,7 +182,8 @@ def test_sharpness_aware_minimization_whose_second_gradient_no_precision_holds()
     with pytest.warns(UserWarning): fit(learn, 1)
     mp,s = learn.mixed_precision,learn.see.states
     assert mp.history.skipped.tolist()==[i==3 for i in range(6)] and mp.n_skipped==1
-    assert {k for k in s[3] if not torch.equal(s[3][k], s[4][k])}<={'enc.0.weight','enc.0.bias','enc.1.weight','enc.1.bias','head.weight','head.bias'}
+    assert {k for k in s[3] if not torch.equal(s[3][k], s[4][k])}<={
+        'enc.0.weight','enc.0.bias','enc.1.weight','enc.1.bias','head.weight','head.bias'}
     torch.testing.assert_close(s[4], s[3], rtol=1e-6, atol=1e-7) # SAM adds and subtracts, which rounds
 
 def test_sharpness_aware_minimization_that_diverges_ends():
@@ -205,7 +207,8 @@ def test_wrapped_models_run_again(net):
     assert {0,5}<=set(ran_again(b)) and len(ran_again(b))<=3
 
 def test_a_traced_model_is_refused_and_trains_on_in_fp32():
-    learn = make(Learner, Learner.to_fp32, lambda: torch.jit.trace(nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,1)), torch.zeros(2,8)))
+    learn = make(Learner, Learner.to_fp32,
+                 lambda: torch.jit.trace(nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,1)), torch.zeros(2,8)))
     with pytest.raises(ValueError, match='ScriptModule'): learn.to_fp16_dynamic()
     assert not hasattr(learn, 'mixed_precision') and len(fit(learn, 1).recorder.losses)==15
 

@@ -319,7 +319,8 @@ class Breaks(Callback):
     def loss_func(self, p, t): return mse(p, t)*(math.nan if self.now and self.what=='loss function' else 1)
 
 @pytest.mark.filterwarnings('ignore:The .* of the batch are not finite', 'ignore:`mul` in', 'ignore:The batch is not finite in fp32')
-@pytest.mark.parametrize('to,acc', [('to_fp32',None), ('to_fp32',32), ('to_fp16_dynamic',None), ('to_fp16_dynamic',32), ('to_bf16_dynamic',None)])
+@pytest.mark.parametrize('to,acc', [('to_fp32',None), ('to_fp32',32), ('to_fp16_dynamic',None), ('to_fp16_dynamic',32),
+                                    ('to_bf16_dynamic',None)])
 @pytest.mark.parametrize('why', ['input','target','loss function','precision'])
 def test_terminate_on_nan(why, to, acc):
     "As documented it ends a fit when the loss is NaN, as the loss is in fp32; what only half precision cannot hold runs again"

@@ -10,7 +10,8 @@ from fastai_amp16.demo import digits_dls
 class Block(nn.Module):
     def __init__(self, ni, nf, stride=1):
         super().__init__()
-        self.convs = nn.Sequential(nn.Conv2d(ni, nf, 3, stride, 1, bias=False), nn.BatchNorm2d(nf), nn.ReLU(), nn.Conv2d(nf, nf, 3, 1, 1, bias=False), nn.BatchNorm2d(nf))
+        self.convs = nn.Sequential(nn.Conv2d(ni, nf, 3, stride, 1, bias=False), nn.BatchNorm2d(nf), nn.ReLU(),
+                                   nn.Conv2d(nf, nf, 3, 1, 1, bias=False), nn.BatchNorm2d(nf))
         self.short = nn.Identity() if ni==nf and stride==1 else nn.Sequential(nn.Conv2d(ni, nf, 1, stride, bias=False), nn.BatchNorm2d(nf))
     def forward(self, x): return F.relu(self.convs(x)+self.short(x))
 
@@ -19,20 +20,22 @@ class Encoder(nn.Module):
     def __init__(self, d=32):
         super().__init__()
         self.inp,self.pos = nn.Linear(8, d),nn.Parameter(torch.randn(8, d)*0.02)
-        self.enc = nn.TransformerEncoder(nn.TransformerEncoderLayer(d, 4, 2*d, dropout=0., batch_first=True, norm_first=True), 2, enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(d, 4, 2*d, dropout=0., batch_first=True, norm_first=True)
+        self.enc = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 10))
     def forward(self, x): return self.head(self.enc(self.inp(x[:,0])+self.pos).mean(1))
 
 def digits(model): return lambda seed: Learner(digits_dls(seed=seed), model(), opt_func=AdamW16, metrics=accuracy, cbs=GradientNormClip(1.))
 
-def resnet(): return nn.Sequential(nn.Conv2d(1, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), Block(8, 8), Block(8, 16, 2), Block(16, 32, 2),
-                                   nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+def resnet(): return nn.Sequential(nn.Conv2d(1, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), Block(8, 8), Block(8, 16, 2),
+                                   Block(16, 32, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 def tabular(seed):
     df = load_breast_cancer(as_frame=True).frame
     df['size'] = (df['mean radius']//5).astype(str)
     cont = [o for o in df.columns if o not in ('target','size')]
-    to = TabularPandas(df, [Categorify, FillMissing, Normalize], ['size'], cont, 'target', CategoryBlock(), RandomSplitter(seed=seed)(range_of(df)))
+    splits = RandomSplitter(seed=seed)(range_of(df))
+    to = TabularPandas(df, [Categorify, FillMissing, Normalize], ['size'], cont, 'target', CategoryBlock(), splits)
     return tabular_learner(to.dataloaders(bs=64), layers=[64,32], opt_func=AdamW16, metrics=accuracy, cbs=GradientNormClip(1.))
 
 def fit(make, epochs, lr, to, seed):
@@ -41,7 +44,8 @@ def fit(make, epochs, lr, to, seed):
     with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(epochs, lr)
     return torch.tensor(learn.recorder.values[-1][1:])
 
-@pytest.mark.parametrize('make,epochs,lr', [(digits(resnet),5,1e-2), (digits(Encoder),12,1e-2), (tabular,8,1e-2)], ids=['resnet','transformer','tabular'])
+@pytest.mark.parametrize('make,epochs,lr', [(digits(resnet),5,1e-2), (digits(Encoder),12,1e-2), (tabular,8,1e-2)],
+                         ids=['resnet','transformer','tabular'])
 def test_ends_within_noise_of_fp32(make, epochs, lr):
     "Of three seeds: valid loss and accuracy no further from fp32's than fp32's own seeds are from each other"
     fp32,fp16 = [torch.stack([fit(make, epochs, lr, to, seed) for seed in range(3)]) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)]

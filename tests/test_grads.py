@@ -15,13 +15,15 @@ def test_each_parameter_with_a_gradient_once():
     c.grad = None
     assert [*map(id, grad_params(Optimizer([[b,a],[c,b]], cbs=[])))]==[id(b),id(a)]
 
-@pytest.mark.parametrize('dtypes', [(torch.float32,)*3, (torch.float32,torch.float64), (torch.complex64,torch.float32), (torch.float16,torch.float32)])
+@pytest.mark.parametrize('dtypes', [(torch.float32,)*3, (torch.float32,torch.float64),
+                                    (torch.complex64,torch.float32), (torch.float16,torch.float32)])
 @pytest.mark.parametrize('factor', [0.5, 2.**-16, 1/3, math.inf])
 def test_scaled_in_place_as_a_loop_does(dtypes, factor):
     ps,ref = params(*dtypes),params(*dtypes)
     held = [p.grad for p in ps]
     scale_grads(grad_values(ps), factor)
-    for p,q,g in zip(ps, ref, held): assert p.grad is g and p.grad.dtype==q.dtype and torch.equal(g, q.grad.mul_(factor)) or math.isinf(factor) and g.is_complex()
+    for p,q,g in zip(ps, ref, held):
+        assert p.grad is g and p.grad.dtype==q.dtype and torch.equal(g, q.grad.mul_(factor)) or math.isinf(factor) and g.is_complex()
 
 def test_sparse_gradients_are_read_and_scaled_by_their_values():
     "Rows that came twice are added up first: a norm of the parts is not the norm of the sum"
@@ -37,7 +39,8 @@ def test_many_numbers_are_read_at_once(monkeypatch):
     reads,tolist = [],torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, 'tolist', lambda t: reads.append(1) or tolist(t))
     x = torch.tensor(2., requires_grad=True)*3
-    got = read_all([1, x, 0.1, torch.tensor(math.inf), torch.tensor([7]), torch.tensor(1/3, dtype=torch.float64), torch.tensor(60000., dtype=torch.float16), torch.tensor(True)])
+    got = read_all([1, x, 0.1, torch.tensor(math.inf), torch.tensor([7]), torch.tensor(1/3, dtype=torch.float64),
+                    torch.tensor(60000., dtype=torch.float16), torch.tensor(True)])
     assert got==[1, 6., 0.1, math.inf, 7., 1/3, 60000., 1.] and reads==[1]
     assert math.isnan(read_all([torch.tensor(math.nan), 3])[0]) and read_all([2, 0.5])==[2, 0.5] and read_all([])==[] and len(reads)==2
 

@@ -326,6 +326,13 @@ def test_scattered_faults_do_not_end_the_fit(name):
     assert mp.n_skipped==has.n and len(mp.history)==2*len(learn.dls.train)
     if name.startswith('NaN'): assert has.n>=3 and mp.promoted==[] and {r.verdict for r in mp.reports}=={'data'} and mp.reports[0].samples
 
+@quiet
+@pytest.mark.parametrize('cause,verdict', [('forward','data'), ('backward','divergence')])
+def test_statistics_that_a_bad_batch_has_spoilt_are_not_blamed_for_it(cause, verdict):
+    learn = fit(learner(mlp(nn.BatchNorm1d(16)), n=6*16, cbs=Poison({1,2}, cause)).to_fp16_dynamic(), 1)
+    assert ({r.verdict for r in learn.mixed_precision.reports}=={verdict}
+            and all(v.isfinite().all() for v in learn.model.state_dict().values()))
+
 def test_divergence_ends_the_fit_with_the_last_good_weights():
     s = hopeless['diverges']
     learn = s.make(0).to_fp16_dynamic()

@@ -77,7 +77,8 @@ def everything(learn):
     hooks = [len(h) for o in m.modules() for h in (o._forward_hooks, o._forward_pre_hooks, o._backward_hooks)]
     hooks += [len(torch.nn.modules.module._global_forward_hooks), len(torch.nn.modules.module._global_forward_pre_hooks)]
     rngs = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), m.gen.get_state().tolist()]
-    flags = [torch.is_autocast_enabled('cpu'), torch.is_grad_enabled(), [o.training for o in m.modules()], [p.requires_grad for p in params]]
+    flags = [torch.is_autocast_enabled('cpu'), torch.is_grad_enabled(), [o.training for o in m.modules()],
+             [p.requires_grad for p in params]]
     modes = torch._C._len_torch_function_stack(),torch._C._get_torch_function_state()
     tensors = [t.detach().clone() for t in (*params, *m.buffers(), m.h, *(p.grad for p in params if p.grad is not None))]
     return ids,str((held, m.np, m.rng.bit_generator.state)),hooks,rngs,flags,modes,tensors

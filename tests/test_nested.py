@@ -44,11 +44,11 @@ class Lazy(MutableMapping):
 def t(): return torch.ones(2)
 
 wraps = {'tensor':(lambda o: o, lambda o: o), 'tuple':(lambda o: (o,3), lambda o: o[0]), 'list':(lambda o: [3,o], lambda o: o[1]),
-    'L':(lambda o: L(o), lambda o: o[0]), 'dict':(lambda o: {'a':o}, lambda o: o['a']), 'subclass of dict':(lambda o: Out(a=o), lambda o: o['a']),
-    'UserDict':(lambda o: UserDict(a=o), lambda o: o['a']), 'named tuple':(lambda o: Pair(None, o), lambda o: o.b),
-    'tuple of two':(lambda o: Odd(o, 1), lambda o: o[0]), 'dataclass':(lambda o: Frozen(o), lambda o: o.a),
-    'model output':(lambda o: ModelOutput(o), lambda o: o['loss']), 'mapping':(lambda o: Lazy(a=o), lambda o: o['a']),
-    'deep':(lambda o: {'a':[(Pair(1, Frozen(o)),)]}, lambda o: o['a'][0][0].b.a)}
+    'L':(lambda o: L(o), lambda o: o[0]), 'dict':(lambda o: {'a':o}, lambda o: o['a']),
+    'subclass of dict':(lambda o: Out(a=o), lambda o: o['a']), 'UserDict':(lambda o: UserDict(a=o), lambda o: o['a']),
+    'named tuple':(lambda o: Pair(None, o), lambda o: o.b), 'tuple of two':(lambda o: Odd(o, 1), lambda o: o[0]),
+    'dataclass':(lambda o: Frozen(o), lambda o: o.a), 'model output':(lambda o: ModelOutput(o), lambda o: o['loss']),
+    'mapping':(lambda o: Lazy(a=o), lambda o: o['a']), 'deep':(lambda o: {'a':[(Pair(1, Frozen(o)),)]}, lambda o: o['a'][0][0].b.a)}
 
 @pytest.mark.parametrize('name', wraps)
 def test_replaced_at_any_depth(name):

@@ -38,7 +38,8 @@ def test_is_fastais_adam(decouple_wd, eps):
 def test_is_torchs_adamw(dtype):
     a,b = params(dtype=dtype),params(dtype=dtype)
     ours = make(FusedAdam, a, wd=0.1, eps=1e-4, sqr_mom=0.99)
-    ref = torch.optim.AdamW([dict(params=[p], weight_decay=0. if i in (1,3) else 0.1) for i,p in enumerate(b)], lr=0.1, betas=(0.9,0.99), eps=1e-4)
+    ref = torch.optim.AdamW([dict(params=[p], weight_decay=0. if i in (1,3) else 0.1) for i,p in enumerate(b)],
+                            lr=0.1, betas=(0.9,0.99), eps=1e-4)
     for i in range(20):
         step(ours, a, i)
         step(ref, b, i)
@@ -49,7 +50,8 @@ def test_checkpoints_go_both_ways(first, second, tmp_path):
     def learner(f):
         set_seed(0)
         ds = [(torch.randn(4),torch.randn(1)) for _ in range(32)]
-        return Learner(DataLoaders(DataLoader(ds, bs=8),DataLoader(ds, bs=8)), nn.Sequential(nn.Linear(4,8, bias=False), nn.BatchNorm1d(8), nn.Linear(8,1)), nn.MSELoss(), f, path=tmp_path)
+        return Learner(DataLoaders(DataLoader(ds, bs=8),DataLoader(ds, bs=8)),
+                       nn.Sequential(nn.Linear(4,8, bias=False), nn.BatchNorm1d(8), nn.Linear(8,1)), nn.MSELoss(), f, path=tmp_path)
     def fit(learn):
         with learn.no_bar(), learn.no_logging(): learn.fit(2, 0.01, wd=0.1)
         return learn
@@ -151,7 +153,8 @@ def test_pickles_and_refuses_closures():
     assert again.hypers==opt.hypers and len(again.all_params())==5
     with pytest.raises(NotImplementedError): opt.step(lambda: 0)
 
-@pytest.mark.parametrize('f,ref', [(AdamW16,Adam), (Adam16,partial(Adam, decouple_wd=False)), (RAdam16,RAdam), (Lamb16,Lamb), (QHAdam16,QHAdam), (Larc16,Larc), (ranger16,ranger)])
+@pytest.mark.parametrize('f,ref', [(AdamW16,Adam), (Adam16,partial(Adam, decouple_wd=False)), (RAdam16,RAdam), (Lamb16,Lamb),
+                                   (QHAdam16,QHAdam), (Larc16,Larc), (ranger16,ranger)])
 def test_partials_are_fastais_with_another_eps(f, ref):
     a,b = params(),params()
     opts = f(a, lr=0.01),ref(b, lr=0.01, eps=1e-4)

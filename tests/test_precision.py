@@ -474,7 +474,8 @@ def test_gradients_of_large_weights_do_not_wait_for_each_other():
 @pytest.mark.parametrize('make,says', [(lambda: PrecisionPlan(nn.ReLU()), 'ReLU has no parameters'),
     (lambda: PrecisionPlan(nn.Sequential(nn.Linear(2,2).half())), '0.weight is torch.float16'),
     (lambda: PrecisionPlan(nn.Linear(2,2).bfloat16()), 'weight is torch.bfloat16'),
-    (lambda: PrecisionPlan(nn.Linear(2,2), torch.float32), 'dtype=torch.float32'), (lambda: PrecisionPlan(nn.Linear(2,2, device='meta')), "'meta'")])
+    (lambda: PrecisionPlan(nn.Linear(2,2), torch.float32), 'dtype=torch.float32'),
+    (lambda: PrecisionPlan(nn.Linear(2,2, device='meta')), "'meta'")])
 def test_bad_input(make, says):
     with pytest.raises(ValueError) as e: make()
     assert says in str(e.value) and '\n' not in str(e.value)

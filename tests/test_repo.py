@@ -60,7 +60,8 @@ def test_functions_are_short():
     assert len(functions)>300 and not [f'{name}: {o.name}' for name,o in functions if o.end_lineno-o.lineno>=45]
 
 def test_nothing_private_is_imported_from_another_module():
-    imports = [(name,o) for name,tree in trees() for o in ast.walk(tree) if isinstance(o, ast.ImportFrom) and (o.level or lib in (o.module or ''))]
+    imports = [(name,o) for name,tree in trees() for o in ast.walk(tree)
+               if isinstance(o, ast.ImportFrom) and (o.level or lib in (o.module or ''))]
     assert len(imports)>50 and not [f'{name}: {a.name}' for name,o in imports for a in o.names if a.name.startswith('_')]
 
 def test_modules_import_only_modules_before_them():

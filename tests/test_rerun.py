@@ -53,7 +53,8 @@ class Draws(nn.Module):
         self.own,self.gen = random.Random(1),torch.Generator().manual_seed(1)
     def forward(self, x):
         if not self.training: return x
-        drawn = random.random(),float(np.random.rand()),float(np.random.randn()),float(torch.rand(())),self.own.random(),float(torch.rand((), generator=self.gen))
+        drawn = (random.random(),float(np.random.rand()),float(np.random.randn()),float(torch.rand(())),self.own.random(),
+                 float(torch.rand((), generator=self.gen)))
         self.drawn.append(drawn)
         return x*(0.9+0.2*sum(drawn)/6)
 
@@ -71,7 +72,8 @@ class Plain(nn.Module):
     def forward(self, x): return x.relu()
 
 def net(act, out=4):
-    return nn.Sequential(nn.Linear(8,32), nn.BatchNorm1d(32), act(), nn.Dropout(0.2), Draws(), nn.Linear(32,16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16,out))
+    return nn.Sequential(nn.Linear(8,32), nn.BatchNorm1d(32), act(), nn.Dropout(0.2), Draws(),
+                         nn.Linear(32,16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16,out))
 
 def classifier(make, to, cbs=(), n=15, k=1., opt_func=momentum, lr=0.05, n_valid=256):
     set_seed(0, reproducible=True)
@@ -94,7 +96,8 @@ def same_training(a, b):
     assert a.steps.rates==b.steps.rates and a.steps.at==b.steps.at and a.recorder.lrs==b.recorder.lrs and a.recorder.iters==b.recorder.iters
     assert b.steps.losses==pytest.approx(a.steps.losses, rel=3e-2, abs=1e-4) and len(b.recorder.losses)==len(a.recorder.losses)
     assert [v[-1] for v in b.recorder.values]==pytest.approx([v[-1] for v in a.recorder.values], rel=1e-2)
-    assert b.gradient_norm_clip.norms==pytest.approx(mp.history.grad_norm.tolist()) and len(a.gradient_norm_clip.norms)==len(b.gradient_norm_clip.norms)
+    assert (b.gradient_norm_clip.norms==pytest.approx(mp.history.grad_norm.tolist())
+            and len(a.gradient_norm_clip.norms)==len(b.gradient_norm_clip.norms))
     for m,o in zip(a.model.modules(), b.model.modules()):
         if isinstance(m, Draws): assert m.drawn==o.drawn and m.own.getstate()==o.own.getstate()
         if isinstance(m, nn.BatchNorm1d):
@@ -128,7 +131,8 @@ def test_bf16_ends_where_fp32_ends():
             return x.relu()
     a,b = [fit(classifier(lambda: net(Raises), to, [Outlier(4)]), 1) for to in (fp32, bf16)]
     mp = b.mixed_precision
-    assert mp.n_skipped==0 and len(mp.history)==15 and mp.history.reruns.tolist()==[1]+14*[0] and (mp.history.loss_scale==1).all() and mp.promoted==['2']
+    assert (mp.n_skipped==0 and len(mp.history)==15 and mp.history.reruns.tolist()==[1]+14*[0]
+            and (mp.history.loss_scale==1).all() and mp.promoted==['2'])
     assert a.steps.rates==b.steps.rates and a.model[4].drawn==b.model[4].drawn
     torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=0.1, atol=1e-2)
 
@@ -151,7 +155,8 @@ def test_recurrent_networks_have_fp32s_hidden_states():
         dls = DataLoaders(*[DataLoader(Items(zip(x, x.roll(-1, 1))), bs=16, drop_last=True) for _ in range(2)])
         model = SequentialRNN(AWD_LSTM(20, 12, 16, 2), LinearDecoder(20, 12, 0.1))
         loss = CrossEntropyLossFlat(axis=-1)
-        return fit(to(Learner(dls, model, loss, momentum, lr=0.1, cbs=[ModelResetter(), *rnn_cbs(1., 1.), GradientNormClip(1.), Outlier(3,6)])), 2)
+        return fit(to(Learner(dls, model, loss, momentum, lr=0.1,
+                              cbs=[ModelResetter(), *rnn_cbs(1., 1.), GradientNormClip(1.), Outlier(3,6)])), 2)
     a,b = run(fp32),run(hot)
     assert b.mixed_precision.n_skipped==0 and (b.mixed_precision.history.reruns>0).sum()>=2
     torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=1e-2, atol=1e-3)
@@ -302,7 +307,8 @@ def test_callbacks_see_loss_prediction_and_gradient_of_the_run_that_counts(order
             if self.training: self.losses[self.iter] = self.learn.loss.item()
         def before_step(self): self.grads[self.iter] = [p.grad.clone() for p in self.model.parameters()]
         def after_batch(self):
-            if self.training: assert torch.equal(self.pred.detach(), self.preds[self.iter]) and self.losses[self.iter]==self.learn.loss.item()
+            if self.training:
+                assert torch.equal(self.pred.detach(), self.preds[self.iter]) and self.losses[self.iter]==self.learn.loss.item()
     See.order = order
     a,b = [fit(classifier(lambda: net(Big), to, [See(), Outlier(4)]), 1) for to in (fp32, hot)]
     assert list(b.see.losses.values())==b.steps.losses==pytest.approx(a.steps.losses, rel=3e-2)
@@ -372,7 +378,8 @@ class Remembers(nn.Module):
         self.register_buffer('count', torch.zeros((), dtype=torch.long))
         self.register_buffer('large', torch.zeros(70000))
         self.register_buffer('mask', torch.ones(1).expand(16)) # cannot be written
-        self.h,self.n,self.log,self.hist,self.last,self.mem,self.pair = None,0,[],[0]*100,deque(maxlen=3),{'mean':torch.zeros(16), 'n':0},(0.,0)
+        self.h,self.n,self.log,self.hist,self.last,self.mem,self.pair = (None,0,[],[0]*100,deque(maxlen=3),
+                                                                         {'mean':torch.zeros(16), 'n':0},(0.,0))
         self.late,self.ring = None,[torch.zeros(16) for _ in range(3)]
     def forward(self, x):
         x = self.lin(x)*self.mask
@@ -395,7 +402,8 @@ class Remembers(nn.Module):
         return x+0.01*self.mean
     @property
     def memory(self):
-        return dict(count=self.count.item(), n=self.n, log=self.log, hist=self.hist, last=list(self.last), mem=self.mem['n'], pair=self.pair, late=self.late.tolist())
+        return dict(count=self.count.item(), n=self.n, log=self.log, hist=self.hist, last=list(self.last),
+                    mem=self.mem['n'], pair=self.pair, late=self.late.tolist())
     @property
     def means(self): return [self.mean, self.replaced, self.large, self.h, self.mem['mean'], *self.ring]
 
@@ -604,7 +612,8 @@ class Around(Callback):
     "Did a batch leave a trace in weights, statistics, or the optimizer?"
     order = 95
     def before_fit(self): self.traces = []
-    def all(self): return [*state(self.learn).values(), *[torch.as_tensor(v).clone() for o in self.opt.state_dict()['state'] for v in o.values()]]
+    def all(self):
+        return [*state(self.learn).values(), *[torch.as_tensor(v).clone() for o in self.opt.state_dict()['state'] for v in o.values()]]
     def before_batch(self):
         if self.training: self.before = self.all()
     def after_batch(self):
@@ -612,9 +621,12 @@ class Around(Callback):
         if now: self.traces.append(len(now)!=len(self.before) or not equal(now, self.before))
 
 @pytest.mark.parametrize('kw,cause,skipped', [
-    (dict(dynamic=False), 'outlier', True), (dict(rerun=False), 'outlier', True), (dict(on_spiral='warn'), 'outlier', False), (dict(), 'outlier', False),
-    (dict(dynamic=False), 'precision', False), (dict(rerun=False), 'precision', True), (dict(on_spiral='warn'), 'precision', True), (dict(), 'precision', False),
-    (dict(dynamic=False), 'forward', True), (dict(rerun=False), 'forward', True), (dict(on_spiral='warn'), 'backward', True), (dict(), 'backward', True)])
+    (dict(dynamic=False), 'outlier', True), (dict(rerun=False), 'outlier', True),
+    (dict(on_spiral='warn'), 'outlier', False), (dict(), 'outlier', False),
+    (dict(dynamic=False), 'precision', False), (dict(rerun=False), 'precision', True),
+    (dict(on_spiral='warn'), 'precision', True), (dict(), 'precision', False),
+    (dict(dynamic=False), 'forward', True), (dict(rerun=False), 'forward', True),
+    (dict(on_spiral='warn'), 'backward', True), (dict(), 'backward', True)])
 def test_steps_are_skipped_only_where_the_settings_say_so(kw, cause, skipped):
     model = nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), Detour(), nn.ReLU(), nn.Linear(16,1))
     cb = Outlier(1,4) if cause=='outlier' else Poison({1,4}, cause)
@@ -697,7 +709,8 @@ def test_patience_ends_the_fit_and_says_so(patience):
             if self.training and self.train_iter==6: kept[:] = weights(self.learn)
     learn = learner(n=20*16, cbs=[Poison({2,*range(6, 20)}, 'backward'), Keep()]).to_fp16_dynamic(patience=patience)
     at = 3 if patience==1 else 6+patience
-    mp = ends(learn, [f'step {at} of 20', 'fp16 nor fp32', f'the last {patience} batches.' if patience>1 else 'the last batch.', 'weights are'])
+    mp = ends(learn, [f'step {at} of 20', 'fp16 nor fp32',
+                      f'the last {patience} batches.' if patience>1 else 'the last batch.', 'weights are'])
     assert len(mp.history)==at
     if patience>1: assert equal(weights(learn), kept)
 
@@ -735,7 +748,7 @@ def test_validation_and_predictions_run_again(to):
     class Large(nn.Module):
         def forward(self, x): return x if self.training else x*1e39*1e-39 if kind==torch.bfloat16 else x*1e6/1e6
     for act in (Only,) if to is bf16 else (Only,Large):
-        a,b = [fit(classifier(lambda: net(act), t, n=3), 1) for t in (fp32, to)]
+        a,b = [fit(classifier(partial(net, act), t, n=3), 1) for t in (fp32, to)]
         with b.no_bar(), b.no_logging():
             preds,targs = b.get_preds()
             loss, = b.validate()
@@ -763,7 +776,8 @@ def test_metrics_see_each_validation_batch_once():
 # --- history, plot and metrics
 
 def test_history_plot_and_metrics_tell_of_reruns_and_skips():
-    learn = learner(n=15*16, metrics=[LossScale(), SkippedSteps(), GradNorm()], opt_func=momentum, cbs=[GradientNormClip(1.), Outlier(4), Poison({8}, 'forward')]).to_fp16_dynamic()
+    learn = learner(n=15*16, metrics=[LossScale(), SkippedSteps(), GradNorm()], opt_func=momentum,
+                    cbs=[GradientNormClip(1.), Outlier(4), Poison({8}, 'forward')]).to_fp16_dynamic()
     fit(learn, 1)
     mp,h = learn.mixed_precision,learn.mixed_precision.history
     assert list(h.columns)==['step','loss_scale','reruns','skipped','grad_norm'] and len(h)==15
@@ -839,7 +853,8 @@ def test_loggers_and_large_arrays_are_left_alone():
     finally: learn.model.logger.handlers.clear()
     assert peak<4e7
 
-exceptions = [RuntimeError,ValueError,TypeError,ZeroDivisionError,NotImplementedError,KeyError,IndexError,AssertionError,StopIteration,OSError,AttributeError,torch.OutOfMemoryError]
+exceptions = [RuntimeError,ValueError,TypeError,ZeroDivisionError,NotImplementedError,KeyError,IndexError,AssertionError,
+              StopIteration,OSError,AttributeError,torch.OutOfMemoryError]
 
 @pytest.mark.parametrize('ex', exceptions)
 @pytest.mark.parametrize('where', ['model','after_loss','after_step'])

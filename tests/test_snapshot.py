@@ -101,7 +101,8 @@ draws = {
     'torch': lambda: torch.randn(3).tolist(), 'dropout': lambda: nn.functional.dropout(torch.ones(64)).tolist(), 'python': random.random,
     'gauss': lambda: random.gauss(0, 1), 'beta': lambda: np.random.beta(0.4, 0.4), 'one Gaussian': np.random.randn,
     'three Gaussians': lambda: np.random.randn(3).tolist(), 'permutation': lambda: np.random.permutation(9).tolist(),
-    'byte': lambda: np.random.bytes(1), 'many': lambda: np.random.rand(2*624).tolist(), 'seed': lambda: np.random.seed(3) or np.random.rand()}
+    'byte': lambda: np.random.bytes(1), 'many': lambda: np.random.rand(2*624).tolist(),
+    'seed': lambda: np.random.seed(3) or np.random.rand()}
 
 @pytest.mark.parametrize('began', [0,1,2])
 @pytest.mark.parametrize('name', draws)
@@ -425,7 +426,7 @@ def test_hooks_that_remove_themselves_come_back(name):
 # --- what is not touched
 
 def test_another_threads_change_of_a_logger_survives():
-    "And any other object that a module, the loss function or a callback refers to: in batches that run again, or are looked into, or skipped"
+    "And any other object that a module, the loss function or a callback refers to: in batches that run again, are looked into, or skipped"
     log,foreign = logging.getLogger('amp16.test'),SimpleNamespace(n=0, rows=[])
     class Logs(nn.Module):
         def __init__(self):
@@ -655,8 +656,8 @@ class Losses(Callback):
 
 left = {UsedLater:'ms', FloatLater:'ms', TwoOut:'loss_func.top'} # the loss is finite, and that is not any more
 
-@pytest.mark.parametrize('model,loss', [(Centred,None), (Hidden,None), (Listed,None), (Scaled,None), (Normed,None), (Plain,CentreLoss), (UsedLater,None),
-                                        (FloatLater,None), (TwoOut,LossLater)])
+@pytest.mark.parametrize('model,loss', [(Centred,None), (Hidden,None), (Listed,None), (Scaled,None), (Normed,None), (Plain,CentreLoss),
+                                        (UsedLater,None), (FloatLater,None), (TwoOut,LossLater)])
 def test_what_is_carried_stays_finite(model, loss):
     "The cause is found in the first batch, and all batches have the losses that they have in fp32"
     def run(to): return fit(to(learner(model, n=15*16, loss_func=loss and loss(), scale=3., cbs=Losses())), 1)

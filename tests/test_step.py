@@ -1,4 +1,4 @@
-"The table of what comes after an attempt, driven by plain numbers: gradients are finite up to a loss scale, and nothing else is known of them"
+"The table of what comes after an attempt, driven by plain numbers: gradients are finite up to a loss scale, and nothing else is known"
 import math
 import pytest
 from hypothesis import given,strategies as st
@@ -52,7 +52,8 @@ def test_a_search_ends_at_the_floor():
 
 # --- an outlier, where steps were taken before
 
-@pytest.mark.parametrize('limit,tried', [(15, powers(16, 15)), (14, powers(16, 15, 14)), (13, powers(16, 15, 14, 6)), (0, powers(16, 15, 14, 6))])
+@pytest.mark.parametrize('limit,tried', [(15, powers(16, 15)), (14, powers(16, 15, 14)), (13, powers(16, 15, 14, 6)),
+                                         (0, powers(16, 15, 14, 6))])
 def test_a_settled_scale_is_halved_twice_before_it_falls_far(limit, tried):
     res,what = drive(StepRecord(2.**-14, settled=True), 2.**16, 2.**limit)
     assert res==tried and what is (Next.step if limit<16 and tried[-1]<=2.**limit else Next.diagnose)
@@ -77,7 +78,7 @@ fine,overflow,broken = Outcome.fine,Outcome.overflow,Outcome.broken
 
 @pytest.mark.parametrize('attrs,outcomes,nexts', [
     (dict(floor=1.), [broken], [Next.diagnose]), # a forward pass: no scale is tried
-    (dict(floor=1.), [broken,broken,broken], [Next.diagnose,Next.diagnose,Next.skip]), # what the first diagnosis mended may uncover another fault
+    (dict(floor=1.), [broken,broken,broken], [Next.diagnose,Next.diagnose,Next.skip]), # what the first one mended may uncover another fault
     (dict(floor=2.**10, looks=2), [overflow], [Next.skip]),
     (dict(), [overflow], [Next.diagnose]), # bf16
     (dict(static=True), [overflow], [Next.skip]),
@@ -87,7 +88,7 @@ fine,overflow,broken = Outcome.fine,Outcome.overflow,Outcome.broken
     (dict(possible=False, floor=1.), [fine], [Next.step]),
     (dict(lost=True, floor=1.), [fine], [Next.skip]), # a run that only arrives where the step would begin
     (dict(lost=True, floor=1.), [overflow], [Next.skip]),
-    (dict(asks_first=True, floor=1.), [overflow,broken], [Next.reference,Next.skip]), # fp32 cannot hold it either: one more run, and that is all
+    (dict(asks_first=True, floor=1.), [overflow,broken], [Next.reference,Next.skip]), # fp32 cannot hold it either: one more run, no more
     (dict(asks_first=True, floor=1.), [overflow,overflow], [Next.reference,Next.skip]),
     (dict(asks_first=True, floor=1.), [broken,broken], [Next.reference,Next.skip]),
     (dict(asks_first=True, floor=1.), [broken,fine], [Next.reference,Next.diagnose]), # half precision is at fault
@@ -108,7 +109,7 @@ def test_what_was_mended_may_try_all_scales_again():
 def test_whatever_comes_out_of_the_attempts_the_step_ends(data, settled, asks_first, floor, static):
     "Also where the same scale fits now and then; the step is taken only after a fine attempt, at a scale within the bounds"
     record,scale,kind = StepRecord(floor, static, settled, asks_first=asks_first),2.**16,st.sampled_from(list(Outcome))
-    for n in range(40):
+    for n in range(40):  # noqa: B007
         outcome = data.draw(kind)
         what,new = what_next(record, outcome, scale)
         if what in (Next.step,Next.skip): break
