@@ -40,11 +40,12 @@ def looking(
 def _standing(learn, f):
     "Run `f` with stand-ins on the modules of the model"
     if '_entry' in vars(learn): return f() # a validation in a fit
-    learn._entry = entry = Entry()
+    entry = Entry()
     def leave():
         entry.leave()
         vars(learn).pop('_entry', None)
     def run():
+        learn._entry = entry
         if mp := running(learn): mp.ready(entry)
         f()
     guarded(run, leave)

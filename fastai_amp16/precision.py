@@ -345,15 +345,27 @@ class PrecisionPlan:
             o.placed = True
 
 # %% ../nbs/02_precision.ipynb #54046acd
+# private in torch: what contexts of its own change for this thread. A Ctrl-C may come right before one is left
+_function_state,_n_functions = (getattr(torch._C, k, int) for k in ('_get_torch_function_state','_len_torch_function_stack'))
+
+def _modes(): return torch.is_grad_enabled(),_function_state(),_n_functions()
+
+def _modes_back(grad, functions, n):
+    torch.set_grad_enabled(grad)
+    if _function_state()!=functions: torch._C._set_torch_function_state(functions)
+    while _n_functions()>n: torch._C._pop_torch_function_stack()
+
 def guarded(
     f, # What to run
     put_back # What to run after it, whatever happens; where something was raised it runs twice
 ): # What `f` returns
-    "Run `f`, then `put_back`, even if a Ctrl-C comes at the first line of either"
+    "Run `f`, then `put_back`, even if a Ctrl-C comes at the first line of either, or where a context ends"
+    modes = _modes()
     try:
         try: return f()
         finally: put_back()
     except BaseException:
+        _modes_back(*modes)
         put_back()
         raise
 

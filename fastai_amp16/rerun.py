@@ -325,7 +325,8 @@ def look(self:Batches,
         f()
     def run():
         grads = nullcontext() if attempt.backward else torch.no_grad()
-        with self.ranks.alone(), eager, grads, watch, warnings.catch_warnings():
+        # the last context: a Ctrl-C at the end of the block may come before that one is left
+        with self.ranks.alone(), eager, grads, watch, warnings.catch_warnings(), nullcontext():
             warnings.simplefilter('ignore') # the batch has given its warnings already
             try: self.run(batch, attempt)
             except (Left,*not_faults): pass

@@ -10,6 +10,17 @@ def mlp(bn=True): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16) if bn
 
 def plain_mlp(): return mlp(bn=False)
 
+def between(*mid): return lambda: nn.Sequential(nn.Linear(8,16), *mid, nn.Linear(16,1))
+
+class Do(nn.Module):
+    "`f` as a module"
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+    def forward(self, x): return self.f(x)
+
+def times_and_back(x): return x*1e6*1e-6
+
 def mse(p, t): return nn.functional.mse_loss(p, t)/16 # small enough for a loss scale of 2**16
 
 class Items(list):

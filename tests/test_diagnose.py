@@ -8,7 +8,7 @@ from fastai_amp16.ranks import Ranks
 from fastai_amp16.report import PrecisionReport
 from fastai_amp16.rerun import Batches
 from fastai_amp16.snapshot import LearnerState,ModelState
-from common import equal,learner,mse,state
+from common import Do,between,equal,learner,mse,state,times_and_back
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
 
@@ -33,16 +33,6 @@ def case(model, x=None, y=None, loss_func=None, scale=2.**16, min_scale=2.**-14,
         if batches.attempt.backward: (learn.loss_grad*batches.attempt.scale).backward()
     return Case(batches, one_batch, keep_fp32, dtype, scale, min_scale)
 
-def mlp(*mid): return lambda: nn.Sequential(nn.Linear(8,16), *mid, nn.Linear(16,1))
-
-class Do(nn.Module):
-    "`f`, named like a module of the user's"
-    def __init__(self, f):
-        super().__init__()
-        self.f = f
-    def forward(self, x): return self.f(x)
-
-def times_and_back(x): return x*1e6*1e-6
 def small_root(x): return torch.sqrt((x*1e-5)**2+1e-12)*1e5
 
 def with_nan(t, *at):
@@ -52,7 +42,7 @@ def with_nan(t, *at):
 
 # %% verdicts
 def poisoned():
-    model = mlp(nn.ReLU())()
+    model = between(nn.ReLU())()
     with torch.no_grad(): model[2].weight[0,3] = math.inf
     return model
 
@@ -83,8 +73,8 @@ def masked_fill(x): return x.masked_fill(x>1, -1e9).clamp(min=-1)
 def underflow(x): return x/(x.detach()*0+1e-9)*1e-9
 def lost_in_1(x): return (x*1e-4+1-1)*1e4
 
-def mid(*fs, **kwargs): return lambda: case(mlp(*map(Do, fs)), **kwargs)
-def healthy(**kwargs): return case(mlp(nn.ReLU()), **kwargs)
+def mid(*fs, **kwargs): return lambda: case(between(*map(Do, fs)), **kwargs)
+def healthy(**kwargs): return case(between(nn.ReLU()), **kwargs)
 
 verdicts = dict(
     weights=(lambda: case(poisoned), 'weights', '2', None, r'2\.weight \(1 of 16 numbers\)'),
@@ -99,7 +89,7 @@ verdicts = dict(
     underflow=(mid(underflow), 'forward', '1', 'div', r'`(true)?div` in 1 \(Do\)'),
     raises=(mid(masked_fill), 'forward', '1', 'masked_fill', r'`masked_fill` in 1 \(Do\) raises in float16'),
     backward=(mid(small_root), 'backward', '1', 'sqrt', r'derivative of `sqrt` in 1 \(Do\)'),
-    nested=(lambda: case(mlp(nn.Sequential(Do(small_root)))), 'backward', '1.0', 'sqrt', r'derivative of `sqrt` in 1\.0 \(Do\)'),
+    nested=(lambda: case(between(nn.Sequential(Do(small_root)))), 'backward', '1.0', 'sqrt', r'derivative of `sqrt` in 1\.0 \(Do\)'),
     silent=(mid(rms, scale=1.), 'forward', '1', 'mul', r'finite numbers of that, wrong ones'),
     rounded=(mid(lost_in_1, dtype=torch.bfloat16, scale=1., min_scale=None), 'forward', '1', 'sub', r'`sub` in 1 \(Do\) .* rounds to 0'),
     loss=(aux_case, 'loss', None, 'pow', r'`pow` in the loss function'),
@@ -135,27 +125,27 @@ def test_a_diagnosis_that_heals_brings_what_helps(name):
 def test_without_a_backward_pass_the_forward_pass_is_judged_alone():
     "As in a validation"
     def judged(f):
-        c = case(mlp(Do(f)))
+        c = case(between(Do(f)))
         c.backward = False
         r = diagnose(c, heals=True)
         return r.verdict,r.promoted,bool(r.table.gradient.isna().all())
     assert judged(times_and_back)==('forward',['1'],True)
     def and_root(x): return x+small_root(x)*1e-5
-    assert judged(and_root)==('healthy',[],True) and diagnose(case(mlp(Do(and_root)))).verdict=='backward'
+    assert judged(and_root)==('healthy',[],True) and diagnose(case(between(Do(and_root)))).verdict=='backward'
 
 def test_a_silent_fault_is_healed_without_looking_inside_first():
-    c = case(mlp(Do(small_root)))
+    c = case(between(Do(small_root)))
     c.backward = False
     r = diagnose(c, heals=True)
     assert (r.verdict,r.producer,r.promoted)==('forward','1',['1']) and deviation(c.run(r.promoted, r.new_scale).pred, c.fp32.pred)<1e-2
 
 def test_accumulated_batches_are_judged_together():
     "Any of them may be at fault, and their gradients add up"
-    def parts(x, **kwargs): return diagnose(case(mlp(nn.ReLU()), torch.cat([x, torch.randn(6,8)]), n=4, **kwargs))
+    def parts(x, **kwargs): return diagnose(case(between(nn.ReLU()), torch.cat([x, torch.randn(6,8)]), n=4, **kwargs))
     assert parts(torch.randn(2,8)).verdict=='healthy'
     r = parts(with_nan(torch.randn(2,8), 1))
     assert (r.verdict,r.samples)==('data',[1]) and 'of its 2 samples' in r.sentence
-    c = case(mlp(Do(lambda x: x*200/200)), torch.cat([torch.full((2,8), 1e3), torch.randn(6,8)]), n=4)
+    c = case(between(Do(lambda x: x*200/200)), torch.cat([torch.full((2,8), 1e3), torch.randn(6,8)]), n=4)
     assert diagnose(c).verdict=='forward' and heal(c)[0]==['1']
 
 def test_a_meant_infinity_is_no_fault():
@@ -188,7 +178,7 @@ def test_not_a_producer_but_its_victims_parent():
             super().__init__()
             self.lin1,self.lin2 = nn.Linear(16,16),nn.Linear(16,16)
         def forward(self, x): return self.lin2((self.lin1(x)*1e6).relu())*1e-6
-    r = diagnose(case(mlp(nn.Sequential(Block()))))
+    r = diagnose(case(between(nn.Sequential(Block()))))
     assert (r.verdict,r.producer,r.op)==('forward','1.0','mul')
     r = diagnose(case(Exp))
     assert (r.verdict,r.producer,r.op)==('forward','','exp')
@@ -233,7 +223,7 @@ def test_a_module_made_in_forward_belongs_to_the_code_that_makes_it():
             super().__init__()
             self.acts = [Do(lambda x: x.square())] # a plain list
         def forward(self, x): return nn.Identity()(self.acts[0](x))/1e5
-    r = diagnose(case(mlp(Do(lambda x: x*1e3), Hidden())))
+    r = diagnose(case(between(Do(lambda x: x*1e3), Hidden())))
     assert (r.verdict,r.producer,r.op)==('forward','2','square')
 
 def test_a_harmless_mask_is_not_named():
@@ -253,7 +243,7 @@ def test_a_harmless_mask_is_not_named():
 def test_a_loss_function_that_calls_itself():
     def make():
         def loss(p, t, n=2): return mse(p, t) if n==0 else later if n<0 else loss(p, t, n-1)
-        c = case(mlp(nn.ReLU()), loss_func=loss)
+        c = case(between(nn.ReLU()), loss_func=loss)
         assert diagnose(c).verdict=='healthy' # `later` is not there yet
         later = 1
         return later
@@ -295,25 +285,25 @@ def test_divergence_beside_a_mask_of_infinities():
 # %% healing
 def test_an_unneeded_promotion_is_given_back():
     "Two modules overflow, one after the other; the second is healed by the first"
-    c = case(mlp(Do(lambda x: x*1e6), Do(lambda x: x*(1e-3 if x.dtype==torch.float32 else 1e-2)), Do(lambda x: x*1e-3)))
+    c = case(between(Do(lambda x: x*1e6), Do(lambda x: x*(1e-3 if x.dtype==torch.float32 else 1e-2)), Do(lambda x: x*1e-3)))
     r = diagnose(c, heals=True)
     assert c.run(r.promoted, r.new_scale).finite
     assert r.promoted and not any(c.run([p for p in r.promoted if p!=q], r.new_scale).finite for q in r.promoted)
 
 def test_a_layer_and_a_scale_at_once():
     "The layer is kept in fp32, and the scale that fits comes with it"
-    c = case(mlp(Do(times_and_back)), loss_func=lambda p,t: 1e4*mse(p, t))
+    c = case(between(Do(times_and_back)), loss_func=lambda p,t: 1e4*mse(p, t))
     assert diagnose(c).verdict=='forward'
     promoted,scale = heal(c)
     assert promoted==['1'] and scale<2**16 and c.run(promoted, scale).finite and not c.run(promoted, 2.**16).finite
 
 def test_a_module_that_takes_half_precision_by_itself_is_not_healed():
     "fp32 does not help it, so it is not precision"
-    r = diagnose(case(mlp(Do(lambda x: ((x*1e5).half()*1e-5).float()))), heals=True)
+    r = diagnose(case(between(Do(lambda x: ((x*1e5).half()*1e-5).float()))), heals=True)
     assert (r.verdict,r.promoted)==('divergence',[])
 
 def test_what_is_kept_already_is_part_of_the_case():
-    c = case(mlp(Do(times_and_back)), keep_fp32='1')
+    c = case(between(Do(times_and_back)), keep_fp32='1')
     r = diagnose(c)
     assert r.verdict=='healthy' and r.table.set_index('module').computes.to_dict()=={'0':'float16', '1':'fp32', '2':'float16'}
 
@@ -371,16 +361,16 @@ def test_deviation():
 
 def test_a_failure_is_a_part_of_what_was_found():
     def boom(x): raise ValueError('now')
-    same,mine = find(case(mlp(Do(boom))), error=ValueError('now')),find(case(mlp(Do(boom))))
+    same,mine = find(case(between(Do(boom))), error=ValueError('now')),find(case(between(Do(boom))))
     assert same.report is None and same.failure=='ValueError: now' and same.raised=='ValueError: now' and not same.healed
     assert mine.raised is None and not mine.same
-    good = find(case(mlp(Do(masked_fill))), error=RuntimeError('in half precision'))
+    good = find(case(between(Do(masked_fill))), error=RuntimeError('in half precision'))
     assert good.healed and good.report.promoted==['1'] and not good.failure and not good.same
 
 def test_an_exception_that_fp32_raises_as_well_is_the_same():
     error = ValueError('now')
     def boom(x): raise error
-    assert find(case(mlp(Do(boom))), error=error).same
+    assert find(case(between(Do(boom))), error=error).same
 
 def test_what_several_ranks_found_is_told_once():
     def report(verdict='forward', producer='a', promoted=(), scale=None, **kwargs):

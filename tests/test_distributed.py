@@ -1,9 +1,6 @@
 "Two real processes that train together by fastai's `distrib_ctx`, over gloo on a CPU"
-import os,re,signal,socket,subprocess,sys,tempfile,time,traceback,warnings
-from concurrent.futures import ProcessPoolExecutor,TimeoutError as NoAnswer
+import os,re,signal,socket,subprocess,sys,time,warnings
 from contextlib import contextmanager
-from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 import pytest,torch
 import torch.distributed as dist
@@ -15,53 +12,26 @@ from fastai.basics import SGD,Callback,DataLoader,DataLoaders,nn
 from fastai.callback.all import GradientAccumulation,GradientClip,SaveModelCallback,TerminateOnNaNCallback
 from fastai_amp16.all import GradientNormClip
 from common import *
+from processes import Processes,timeout
 
-forks = get_context('forkserver') # from a process that has imported all once
-forks.set_forkserver_preload(['accelerate','fastai.callback.all','fastai.distributed','fastai_amp16.all','pytest','torch.distributed.fsdp'])
-
-timeout = 20 # seconds, for which a rank waits for another
-
-def _worker(rank, path, f, args):
-    "Run `f` as process `rank` of two"
+@contextmanager
+def accelerated(rank):
+    "What Accelerate and fastai need to run on CPUs"
     from accelerate.state import AcceleratorState
     from fastai.distributed import DistributedDL
-    torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', ACCELERATE_USE_CPU='1')
     def _broadcast(self, t, rank): # fastai's own calls `.cuda()`
         t = torch.tensor(t)
         dist.broadcast(t, rank)
         return t.tolist()
     DistributedDL._broadcast = _broadcast
-    if not dist.is_initialized():
-        dist.init_process_group('gloo', init_method=f'file://{path}', rank=rank, world_size=2, timeout=timedelta(seconds=timeout))
-    try: return f(rank, *args)
-    except BaseException: raise AssertionError('\n'.join(traceback.format_exc().splitlines()[-12:])) from None # others may not be pickled
+    try: yield
     finally: AcceleratorState._reset_state(True)
-
-def _error(future):
-    try: return future.exception(3*timeout)
-    except NoAnswer: return f'no answer within {3*timeout} seconds' # a deadlock, of which gloo does not know
-
-class Ranks:
-    "Two processes that live on, with their group, from test to test"
-    pools = None
-    def __call__(self, f, *args):
-        if self.pools is None:
-            self.pools = [ProcessPoolExecutor(1, forks) for _ in range(2)]
-            self.store = Path(tempfile.mkdtemp())/'store'
-        futures = [p.submit(_worker, i, self.store, f, args) for i,p in enumerate(self.pools)]
-        errors = [f'rank {i}: {e}' for i,o in enumerate(futures) if (e := _error(o))]
-        if not errors: return [o.result() for o in futures]
-        self.end()
-        raise AssertionError('\n'.join(errors))
-    def end(self):
-        for pool in self.pools or ():
-            for p in list(pool._processes.values()): p.kill()
-        self.pools = None
 
 @pytest.fixture(scope='session')
 def ranks():
-    ranks = Ranks()
+    preload = ['accelerate','fastai.callback.all','fastai.distributed','fastai_amp16.all','pytest','torch.distributed.fsdp']
+    ranks = Processes(accelerated, preload)
     yield ranks
     ranks.end()
 

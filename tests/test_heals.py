@@ -6,21 +6,11 @@ from fastai.callback.training import GradientAccumulation
 from fastai_amp16.learner import training_case
 import hostile
 from hostile import bad_samples,hopeless,plain_fp16,zoo
-from common import Detour,Poison,clean,fit,learner,weights
+from common import Detour,Do,Poison,between,clean,fit,learner,times_and_back,weights
 
 quiet = pytest.mark.filterwarnings('ignore::UserWarning')
 floor = 0.01 # of figures that are 1 at best: two or three of 256 samples, which rounding alone moves where all seeds of fp32 agree
 
-def mlp(*mid): return lambda: nn.Sequential(nn.Linear(8,16), *mid, nn.Linear(16,1))
-
-class Do(nn.Module):
-    "`f` as a module"
-    def __init__(self, f):
-        super().__init__()
-        self.f = f
-    def forward(self, x): return self.f(x)
-
-def times_and_back(x): return x*1e6*1e-6
 def large_and_back(x): return x*200/200
 def masked_fill(x): return x.masked_fill(x>1, -1e9).clamp(min=-1)
 
@@ -127,7 +117,7 @@ def test_predictions_are_compared_with_fp32_in_one_step_of_256():
     class Mark(Callback):
         def after_batch(self):
             if self.training: marks.append(sum(calls))
-    learn = fit(learner(mlp(Count()), n=600, bs=2, cbs=Mark()).to_fp16_dynamic(), 1)
+    learn = fit(learner(between(Count()), n=600, bs=2, cbs=Mark()).to_fp16_dynamic(), 1)
     passes = [b-a for a,b in zip([0,*marks], marks)]
     assert [i for i,n in enumerate(passes, 1) if n!=1]==[16,272] and passes[15]==passes[271]==2 and learn.model[1].n==300
 
@@ -149,14 +139,14 @@ class Larger(Callback):
 @quiet
 @pytest.mark.parametrize('order', [5, 60])
 def test_what_a_callback_makes_of_the_batch_is_healed(order):
-    mp = ends_like_fp32(lambda: learner(mlp(Do(large_and_back)), cbs=Larger(order)), ['1']).mixed_precision
+    mp = ends_like_fp32(lambda: learner(between(Do(large_and_back)), cbs=Larger(order)), ['1']).mixed_precision
     assert mp.n_rerun==1 and mp.reports[0].op=='mul'
 
 @quiet
 def test_accumulated_batches_are_all_looked_at():
     "The first of four overflows; the one at hand when the step is judged is the last"
     def make():
-        learn = learner(mlp(Do(large_and_back)), n=16, bs=4, shuffle=False, cbs=GradientAccumulation(16))
+        learn = learner(between(Do(large_and_back)), n=16, bs=4, shuffle=False, cbs=GradientAccumulation(16))
         for i in range(4): learn.dls.train.dataset[i] = (torch.full((8,), 1e3),learn.dls.train.dataset[i][1])
         return learn
     a,b = fit(make().to_fp32(), 4),fit(make().to_fp16_dynamic(), 4)
@@ -183,13 +173,13 @@ class Product(nn.Module):
 
 @quiet
 def test_a_backward_pass_that_raises_is_healed():
-    def make(): return learner(lambda: mlp(Product(), nn.BatchNorm1d(16), nn.ReLU())(), n=256)
+    def make(): return learner(lambda: between(Product(), nn.BatchNorm1d(16), nn.ReLU())(), n=256)
     mp = ends_like_fp32(make, ['1']).mixed_precision
     assert mp.reports[0].verdict=='backward' and 'raises in float16' in mp.reports[0].sentence
     kept = fit(make().to_fp16_dynamic(keep_fp32=['1']))
     # nothing remains of the gradients that there were already
     assert mp.history.grad_norm.tolist()==kept.mixed_precision.history.grad_norm.tolist()
-    with pytest.raises(FloatingPointError): fit(learner(mlp(Product())).to_fp16_dynamic(on_spiral='raise'))
+    with pytest.raises(FloatingPointError): fit(learner(between(Product())).to_fp16_dynamic(on_spiral='raise'))
 
 def test_a_backward_pass_that_raises_in_fp32_too():
     class Never(torch.autograd.Function):
@@ -197,17 +187,17 @@ def test_a_backward_pass_that_raises_in_fp32_too():
         def forward(ctx, x): return x.clone()
         @staticmethod
         def backward(ctx, g): raise RuntimeError('never')
-    learn = learner(mlp(Do(Never.apply))).to_fp16_dynamic()
+    learn = learner(between(Do(Never.apply))).to_fp16_dynamic()
     with pytest.raises(RuntimeError, match='never'): fit(learn)
     assert learn.mixed_precision.promoted==[] and all(p.grad is None or not p.grad.any() for p in learn.model.parameters())
     clean(learn)
 
 def test_raise_and_warn_in_a_forward_pass_that_raises():
-    def half(**kwargs): return fit(learner(mlp(Do(masked_fill))).to_fp16_dynamic(**kwargs), 1)
+    def half(**kwargs): return fit(learner(between(Do(masked_fill))).to_fp16_dynamic(**kwargs), 1)
     with pytest.raises(FloatingPointError, match='raises in float16'): half(on_spiral='raise')
     with pytest.warns(UserWarning, match='raises in float16'), pytest.raises(RuntimeError, match='without overflow'): half(on_spiral='warn')
     with pytest.warns(UserWarning, match='raises in float16'): assert all_taken(half())
-    with pytest.raises(AttributeError, match='nonsense'): fit(learner(mlp(Do(lambda x: x.nonsense))).to_fp16_dynamic(), 1)
+    with pytest.raises(AttributeError, match='nonsense'): fit(learner(between(Do(lambda x: x.nonsense))).to_fp16_dynamic(), 1)
 
 class Zeros(Callback):
     "Zero rows in each tenth batch, whose norm has no derivative in fp16"
@@ -249,14 +239,14 @@ def test_small_numbers_that_fp16_rounds_to_0():
 
 @quiet
 def test_compiled_as_a_whole():
-    learn = learner(mlp(Do(times_and_back)))
+    learn = learner(between(Do(times_and_back)))
     learn.model = torch.compile(learn.model, backend='eager')
     fit(learn.to_fp16_dynamic(), 2)
     assert learn.mixed_precision.promoted==['1'] and all_taken(learn)
 
 @quiet
 def test_the_report_of_a_fit_ranks_the_producer_first():
-    learn = fit(learner(mlp(Do(lambda x: (x*300)**2/1e4))).to_fp16_dynamic())
+    learn = fit(learner(between(Do(lambda x: (x*300)**2/1e4))).to_fp16_dynamic())
     r = learn.mixed_precision.reports[0]
     assert r.producer=='1' and r.table.module[0]=='1' and r.table.bits[0]<0
 
@@ -278,7 +268,7 @@ def test_own_code_may_use_the_weights_of_its_layers():
 def test_outside_training(what):
     "A sample that only the validation set has overflows: the batch is computed again, with the producer in fp32"
     def run(to):
-        learn = to(learner(mlp(Do(times_and_back if what!='valid of a fit' else large_and_back))))
+        learn = to(learner(between(Do(times_and_back if what!='valid of a fit' else large_and_back))))
         if what=='valid of a fit':
             learn.dls.valid.dataset[3] = (torch.full((8,), 1e3),learn.dls.valid.dataset[3][1])
             fit(learn, 1)
@@ -329,7 +319,7 @@ def test_scattered_faults_do_not_end_the_fit(name):
 @quiet
 @pytest.mark.parametrize('cause,verdict', [('forward','data'), ('backward','divergence')])
 def test_statistics_that_a_bad_batch_has_spoilt_are_not_blamed_for_it(cause, verdict):
-    learn = fit(learner(mlp(nn.BatchNorm1d(16)), n=6*16, cbs=Poison({1,2}, cause)).to_fp16_dynamic(), 1)
+    learn = fit(learner(between(nn.BatchNorm1d(16)), n=6*16, cbs=Poison({1,2}, cause)).to_fp16_dynamic(), 1)
     assert ({r.verdict for r in learn.mixed_precision.reports}=={verdict}
             and all(v.isfinite().all() for v in learn.model.state_dict().values()))
 
@@ -350,13 +340,13 @@ def test_a_divergence_that_passes_does_not_end_the_fit():
     "Two batches that fp32 cannot hold either, far from each other"
     class Explode(Detour):
         def forward(self, x): return x*1e30*1e30 if self.on else x
-    learn = fit(learner(mlp(Explode()), cbs=Poison({2,6}, 'precision')).to_fp16_dynamic(), 3)
+    learn = fit(learner(between(Explode()), cbs=Poison({2,6}, 'precision')).to_fp16_dynamic(), 3)
     mp = learn.mixed_precision
     assert len(learn.recorder.values)==3 and mp.history.index[mp.history.skipped].tolist()==[2,6] and mp.reports[-1].verdict=='divergence'
 
 def test_what_nothing_heals():
     "A module that computes in half precision by itself"
-    learn = learner(mlp(Do(lambda x: ((x*1e5).half()*1e-5).float()))).to_fp16_dynamic()
+    learn = learner(between(Do(lambda x: ((x*1e5).half()*1e-5).float()))).to_fp16_dynamic()
     with pytest.warns(UserWarning, match='Training stopped at step 3 of 12'): fit(learn, 3)
     assert learn.mixed_precision.promoted==[] and learn.mixed_precision.n_skipped==3
     clean(learn)

@@ -15,20 +15,9 @@ from fastai_amp16.all import AdamW16,PrecisionReport
 from fastai_amp16.diagnose import diagnose,heal
 from fastai_amp16.learner import looking,training_case,unchanged
 import hostile
-from common import clean,equal,fit,learner,mse,state,weights
+from common import Do,between,clean,equal,fit,learner,mse,state,times_and_back,weights
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
-
-def mlp(*mid): return lambda: nn.Sequential(nn.Linear(8,16), *mid, nn.Linear(16,1))
-
-class Do(nn.Module):
-    "`f` as a module"
-    def __init__(self, f):
-        super().__init__()
-        self.f = f
-    def forward(self, x): return self.f(x)
-
-def times_and_back(x): return x*1e6*1e-6
 
 # %% no trace
 class Stateful(nn.Module):
@@ -157,7 +146,7 @@ def test_a_ctrl_c_at_any_line_leaves_no_trace():
 
 def test_no_trace_where_code_holds_on_to_a_parameter():
     "A function that has captured one finds the original, and its gradient is put back"
-    model = mlp(nn.ReLU())()
+    model = between(nn.ReLU())()
     model[1] = Do(lambda x, w=model[0].bias: x*w)
     model[0].bias.grad = torch.full((16,), 3.)
     assert learner(model).diagnose_fp16().verdict=='healthy'
@@ -178,7 +167,7 @@ def test_a_lazy_module_stays_lazy():
     model(torch.randn(2,8))
 
 def test_a_hook_that_removes_itself_comes_back():
-    learn = learner(mlp(nn.ReLU()))
+    learn = learner(between(nn.ReLU()))
     handle = learn.model[0].register_forward_hook(lambda m,x,y: handle.remove())
     learn.diagnose_fp16()
     assert len(learn.model[0]._forward_hooks)==1
@@ -194,7 +183,7 @@ def test_loggers_data_and_other_peoples_objects_are_left_alone():
         t.start(), t.join()
         return x
     log.setLevel(logging.INFO)
-    learn = learner(mlp(Do(forward)))
+    learn = learner(between(Do(forward)))
     learn.model.log,learn.model.big,learn.model.other,learn.log = log,big,other,log
     learn.diagnose_fp16()
     assert log.level==logging.ERROR and big[0]==1 and (other.n,other.by)==(1,{'a':1})
@@ -313,7 +302,7 @@ def test_in_a_fit_the_batch_is_the_one_at_hand(to, event):
 # %% the report
 def test_diagnose_fp16_on_a_healthy_learner():
     "The numbers are those of fp32, the most endangered module comes first, the shares are those of a cast to fp16"
-    learn = fit(learner(mlp(Do(lambda x: x*64), nn.ReLU())).to_fp16_dynamic(), 1)
+    learn = fit(learner(between(Do(lambda x: x*64), nn.ReLU())).to_fp16_dynamic(), 1)
     b = learn.dls.one_batch()
     r = learn.diagnose_fp16(b)
     scale,model = learn.mixed_precision.scaler.get_scale(),copy.deepcopy(learn.model).train()
@@ -336,7 +325,7 @@ def test_diagnose_fp16_on_a_healthy_learner():
 
 def test_shares_at_a_low_scale():
     def flushed(scale):
-        learn = learner(mlp(nn.ReLU()), loss_func=lambda p,t: 1e-6*mse(p, t)).to_fp16_dynamic(init_scale=scale)
+        learn = learner(between(nn.ReLU()), loss_func=lambda p,t: 1e-6*mse(p, t)).to_fp16_dynamic(init_scale=scale)
         return learn.diagnose_fp16(learn.dls.one_batch()).table.flushed.max()
     assert flushed(1.)>0.5 and flushed(2.**24)<0.1
 
@@ -377,7 +366,7 @@ def test_a_report_where_there_is_nothing_to_train_or_to_load():
     with pytest.raises(ValueError, match='no data loaders'): learn.diagnose_fp16()
 
 def test_what_the_batch_raises_in_fp32_is_raised():
-    learn = learner(mlp(Do(lambda x: x.nonsense)))
+    learn = learner(between(Do(lambda x: x.nonsense)))
     with pytest.raises(AttributeError, match='nonsense'): learn.diagnose_fp16()
     assert not any('forward' in vars(m) for m in learn.model.modules())
 
@@ -401,7 +390,7 @@ def test_a_loss_that_carries_its_annotations():
 # %% what healing found stays
 def test_promotions_survive(tmp_path):
     "save, load, a new learner, export and fastai's own learner"
-    def make(): return learner(mlp(Do(times_and_back)), path=tmp_path, shuffle=False)
+    def make(): return learner(between(Do(times_and_back)), path=tmp_path, shuffle=False)
     a = fit(make().to_fp16_dynamic(), 2)
     assert a.mixed_precision.promoted==['1'] and a.mixed_precision.n_rerun==1
     a.save('a')
@@ -416,7 +405,7 @@ def test_promotions_survive(tmp_path):
     assert len(e.mixed_precision.reports)==1 and equal(weights(e), weights(a))
 
 def test_lr_find_gives_back_weights_and_keeps_what_it_found(tmp_path):
-    def found(): return learner(mlp(Do(times_and_back)), path=tmp_path, scale=1e4, loss_func=F.mse_loss).to_fp16_dynamic()
+    def found(): return learner(between(Do(times_and_back)), path=tmp_path, scale=1e4, loss_func=F.mse_loss).to_fp16_dynamic()
     learn,fresh = found(),found()
     learn.create_opt()
     before,opt = weights(learn),copy.deepcopy(learn.opt.state_dict())
@@ -430,7 +419,7 @@ def test_lr_find_gives_back_weights_and_keeps_what_it_found(tmp_path):
     assert fit(fresh, 1).mixed_precision.n_rerun>mp.n_rerun-n and mp.promoted==['1']
 
 def test_a_new_model_does_not_inherit_promotions():
-    learn = fit(learner(mlp(Do(times_and_back))).to_fp16_dynamic(), 1)
+    learn = fit(learner(between(Do(times_and_back))).to_fp16_dynamic(), 1)
     assert learn.mixed_precision.promoted==['1']
     learn.model = nn.Linear(8,1)
     learn.create_opt()

@@ -1,10 +1,7 @@
 "Two real processes over gloo, of which one runs by itself now and then"
-import sys,tempfile,threading,traceback,warnings
-from concurrent.futures import ProcessPoolExecutor
-from datetime import timedelta
+import sys,threading
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
-from pathlib import Path
 import pytest,torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -19,47 +16,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode,is_in_torch_dispatch_mode
 from fastai_amp16.grads import read_all
 from fastai_amp16.ranks import Echo,Ranks
-
-timeout = 20 # seconds, for which a rank waits for another
+from processes import Processes,timeout
 
 def nothing_left():
     assert torch._C._len_torch_dispatch_stack()==0
     assert not is_in_torch_dispatch_mode(True) and not is_in_torch_dispatch_mode(False)
 
-def _worker(rank, path, f, args):
-    "Run `f` as process `rank` of two, which are in step afterwards"
-    torch.set_num_threads(1)
-    warnings.simplefilter('ignore', FutureWarning)
-    if not dist.is_initialized():
-        dist.init_process_group('gloo', init_method=f'file://{path}', rank=rank, world_size=2, timeout=timedelta(seconds=timeout))
-    try:
-        f(rank, *args)
-        nothing_left()
-        assert summed(torch.tensor(rank+1.))==3
-    except BaseException: raise AssertionError('\n'.join(traceback.format_exc().splitlines()[-12:])) from None # others may not be pickled
-
-class Pair:
-    "Two processes that live on, with their group, from test to test"
-    pools = None
-    def __call__(self, f, *args):
-        if self.pools is None:
-            forks = get_context('forkserver')
-            forks.set_forkserver_preload(['fastai_amp16.ranks','torch._dynamo'])
-            self.pools = [ProcessPoolExecutor(1, forks) for _ in range(2)]
-            self.store = Path(tempfile.mkdtemp())/'store'
-        futures = [p.submit(_worker, i, self.store, f, args) for i,p in enumerate(self.pools)]
-        errors = [f'rank {i}: {e}' for i,o in enumerate(futures) if (e := o.exception(60))]
-        if errors:
-            self.end()
-            raise AssertionError('\n'.join(errors))
-    def end(self):
-        for pool in self.pools or ():
-            for p in list(pool._processes.values()): p.kill()
-        self.pools = None
+@contextmanager
+def in_step(rank):
+    "Afterwards both still are"
+    yield
+    nothing_left()
+    assert summed(torch.tensor(rank+1.))==3
 
 @pytest.fixture(scope='module')
 def pair():
-    pair = Pair()
+    pair = Processes(in_step, ['fastai_amp16.ranks','torch._dynamo'])
     yield pair
     pair.end()
 
