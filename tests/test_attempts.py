@@ -1,0 +1,505 @@
+"Trainings in which half precision overflows take fp32's steps and end where fp32 ends, and nobody notices that batches ran again"
+import logging,math,threading,warnings
+import numpy as np
+import pytest,torch
+import torch.nn.functional as F
+from fastai.basics import (Callback,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,SGD,nn,partial,set_seed)
+from fastai.callback.all import GradientAccumulation,GradientClip,TerminateOnNaNCallback
+from fastai.callback.rnn import ModelResetter,rnn_cbs
+from fastai.optimizer import OptimWrapper
+from fastai.text.models.awdlstm import AWD_LSTM
+from fastai.text.models.core import LinearDecoder,SequentialRNN
+from fastai_amp16.all import AdamW16,GradNorm,GradientNormClip,LossScale,SkippedSteps
+from common import Detour,Items,Poison,clean,equal,fit,learner,mlp,state,weights
+from overflows import *
+
+pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
+
+# --- as many steps as fp32, and where fp32 ends
+
+@pytest.mark.parametrize('fault', faults)
+@pytest.mark.parametrize('setup', setups)
+def test_ends_where_fp32_ends(fault, setup):
+    act,to,steps = faults[fault]
+    cbs,n = setups[setup]
+    def run(to): return fit(classifier(lambda: net(act), to, [*cbs(), Outlier(*steps)], n=n), 1)
+    set_seed(2)
+    a = run(fp32)
+    set_seed(2)
+    b = run(to)
+    same_training(a, b)
+    assert b.mixed_precision.n_rerun>0 and bool(b.mixed_precision.promoted)==(act is not Plain)
+
+def test_bf16_ends_where_fp32_ends():
+    "What only fp32 holds is none of bf16's faults; an operation that raises is"
+    class Raises(nn.Module):
+        def forward(self, x):
+            if x.dtype==torch.bfloat16: raise TypeError('Got unsupported ScalarType BFloat16')
+            return x.relu()
+    a,b = [fit(classifier(lambda: net(Raises), to, [Outlier(4)]), 1) for to in (fp32, bf16)]
+    mp = b.mixed_precision
+    assert (mp.n_skipped==0 and len(mp.history)==15 and mp.history.reruns.tolist()==[1]+14*[0]
+            and (mp.history.loss_scale==1).all() and mp.promoted==['2'])
+    assert a.steps.rates==b.steps.rates and a.model[4].drawn==b.model[4].drawn
+    torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=0.1, atol=1e-2)
+
+def test_one_cycle_and_fine_tune_have_fp32s_schedule():
+    def run(to):
+        learn = classifier(lambda: net(Big), to, [Outlier(2)])
+        with learn.no_bar(), learn.no_logging():
+            learn.fit_one_cycle(1, 0.05)
+            learn.fine_tune(1, 0.02)
+        return learn
+    a,b = run(fp32),run(hot)
+    assert a.steps.rates==b.steps.rates and b.mixed_precision.n_skipped==0 and len(b.mixed_precision.history)==45
+    assert b.recorder.values[-1][-1]==pytest.approx(a.recorder.values[-1][-1], rel=3e-2) # three epochs with outliers
+
+def test_recurrent_networks_have_fp32s_hidden_states():
+    "AWD-LSTM carries its state from batch to batch; fastai's callbacks reset and regularize"
+    def run(to):
+        set_seed(0, reproducible=True)
+        x = torch.randint(0, 20, (16*8,12))
+        dls = DataLoaders(*[DataLoader(Items(zip(x, x.roll(-1, 1))), bs=16, drop_last=True) for _ in range(2)])
+        model = SequentialRNN(AWD_LSTM(20, 12, 16, 2), LinearDecoder(20, 12, 0.1))
+        loss = CrossEntropyLossFlat(axis=-1)
+        return fit(to(Learner(dls, model, loss, momentum, lr=0.1,
+                              cbs=[ModelResetter(), *rnn_cbs(1., 1.), GradientNormClip(1.), Outlier(3,6)])), 2)
+    a,b = run(fp32),run(hot)
+    assert b.mixed_precision.n_skipped==0 and (b.mixed_precision.history.reruns>0).sum()>=2
+    torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=1e-2, atol=1e-3)
+    assert b.recorder.values[-1][-1]==pytest.approx(a.recorder.values[-1][-1], rel=1e-2)
+
+# --- the loss scale
+
+def test_2_to_the_24_where_2_to_the_13_fits():
+    "At most eight runs until it is found, none afterwards"
+    def loss(p, t): return 0.5*F.mse_loss(p, t+3)
+    learn = learner(n=40*16, loss_func=loss, lr=0.).to_fp16_dynamic(init_scale=2.**24)
+    learn.dls.loaders[0].dataset[:] = learn.dls.train_ds[:16]*40 # always the same gradients
+    passes = Passes(learn.model)
+    fit(learn, 1)
+    h = learn.mixed_precision.history
+    assert (h.loss_scale==2.**13).all() and h.reruns[0]<=7 and h.reruns[1:].sum()==0 and not h.skipped.any()
+    assert passes.n==40+h.reruns[0]+1 # and the look at the 16th step
+
+def test_a_scale_that_is_too_high_for_all_but_the_lowest_powers():
+    learn = fit(classifier(lambda: net(Plain), hot, k=2.**24, lr=1e-4), 1)
+    h = learn.mixed_precision.history
+    assert not h.skipped.any() and h.loss_scale[0]<2. and not learn.mixed_precision.promoted
+
+@pytest.mark.parametrize('by', [2.**3, 2.**12, 1e6])
+def test_after_an_outlier_the_scale_is_back_within_some_hundred_steps(by):
+    learn = fit(classifier(lambda: net(Plain), fp16, [Outlier(20, by=by)], n=300, k=8., lr=1e-4), 1)
+    h,before = learn.mixed_precision.history,2.**13
+    h = h.loss_scale.tolist()
+    assert before/2<=h[19]<=before*2 and h[20]<h[19] and not learn.mixed_precision.history.skipped.any()
+    back = next(i for i,s in enumerate(h) if i>20 and s==h[19])
+    assert back<=20+200 and all(b<=2*a for a,b in zip(h[20:], h[21:])) # step by step
+
+@pytest.mark.parametrize('cause', ['forward','backward','precision'])
+def test_the_scale_stays_where_no_scale_helps(cause):
+    "A forward overflow, infinite data, gradients that fp32 cannot hold"
+    model = nn.Sequential(nn.Linear(8,16), Detour(), nn.ReLU(), nn.Linear(16,1))
+    learn = fit(learner(model, n=20*16, cbs=Poison({0,3,7,8,15}, cause)).to_fp16_dynamic(), 1)
+    assert (learn.mixed_precision.history.loss_scale==2.**16).all() and learn.mixed_precision.scaler.get_scale()==2.**16
+    assert learn.mixed_precision.n_skipped==(0 if cause=='precision' else 5)
+
+def test_the_scale_stays_at_a_divergence():
+    learn = learner(n=20*16, opt_func=SGD, lr=1e30).to_fp16_dynamic()
+    fit(learn, 1)
+    h = learn.mixed_precision.history
+    assert h.skipped.sum()>=3 and learn.mixed_precision.scaler.get_scale()==h.loss_scale[~h.skipped].iloc[-1]
+
+# --- nobody notices
+
+@pytest.mark.parametrize('setup', ['plain','both'])
+@pytest.mark.parametrize('fault', ['outliers','all'])
+def test_what_callbacks_remember_has_each_batch_once(setup, fault):
+    "Before us and after us, in each event of a batch"
+    act,to,steps = faults[fault]
+    cbs,n = setups[setup]
+    def run(to):
+        set_seed(2)
+        return fit(classifier(lambda: net(act), to, [*cbs(), Outlier(*steps), Early(-5), Late(60)], n=n), 1)
+    a,b = run(fp32),run(to)
+    assert b.mixed_precision.n_rerun>2
+    for k,v in a.early.memory.items(): assert b.early.memory[k]==v, k
+    for k,v in a.late.memory.items(): assert b.late.memory[k]==v, k
+
+@pytest.mark.parametrize('order', [-20,3,9,11,70])
+def test_callbacks_see_loss_prediction_and_gradient_of_the_run_that_counts(order):
+    "The last that each event sees of a batch is what the step was made of, and finite"
+    class See(Callback):
+        def before_fit(self): self.preds,self.losses,self.grads = {},{},{}
+        def after_pred(self):
+            if self.training: self.preds[self.iter] = self.pred.detach().clone()
+        def after_loss(self):
+            if self.training: self.losses[self.iter] = self.learn.loss.item()
+        def before_step(self): self.grads[self.iter] = [p.grad.clone() for p in self.model.parameters()]
+        def after_batch(self):
+            if self.training:
+                assert torch.equal(self.pred.detach(), self.preds[self.iter]) and self.losses[self.iter]==self.learn.loss.item()
+    See.order = order
+    a,b = [fit(classifier(lambda: net(Big), to, [See(), Outlier(4)]), 1) for to in (fp32, hot)]
+    assert list(b.see.losses.values())==b.steps.losses==pytest.approx(a.steps.losses, rel=3e-2)
+    assert all(o.isfinite().all() for o in b.see.preds.values()) and len(b.see.preds)==len(b.see.grads)==15
+    if order<10: return
+    for i in range(15):
+        g,h = [torch.cat([o.flatten() for o in learn.see.grads[i]]) for learn in (a,b)]
+        assert F.cosine_similarity(g, h, 0)>0.97 and h.norm().item()==pytest.approx(g.norm().item(), rel=0.05)
+
+def test_the_recorder_sees_each_batch_once():
+    a,b = [fit(classifier(lambda: net(Big), to, [Outlier(4), GradientAccumulation(32)]), 2) for to in (fp32, hot)]
+    ra,rb = a.recorder,b.recorder
+    assert rb.smooth_loss.count==ra.smooth_loss.count==30 and len(rb.losses)==30 and rb.iters==ra.iters and rb.lrs==ra.lrs
+    assert rb.values[-1][0]==pytest.approx(ra.values[-1][0], rel=2e-2) and all(o.isfinite() for o in rb.losses)
+
+def test_activation_statistics_are_of_the_run_that_counts():
+    from fastai.callback.hook import ActivationStats
+    a,b = [fit(classifier(lambda: net(Big), to, [ActivationStats(with_hist=False), Outlier(4)]), 1) for to in (fp32, hot)]
+    assert len(b.activation_stats.stats)==len(a.activation_stats.stats)==15
+    for p,q in zip(a.activation_stats.stats, b.activation_stats.stats):
+        for m,o in zip(p, q):
+            if m is not None: assert o['mean']==pytest.approx(m['mean'], abs=5e-2*m['std']) and o['std']==pytest.approx(m['std'], rel=5e-2)
+
+def test_terminate_on_nan_ends_only_where_fp32_ends():
+    def run(to, bad): return fit(classifier(lambda: net(Big), to, [TerminateOnNaNCallback(), Poison(bad, 'forward'), Outlier(4)]), 1)
+    for bad in ((), {6}):
+        a,b = run(fp32, bad),run(hot, bad)
+        assert len(a.recorder.losses)==len(b.recorder.losses)
+        assert len(b.recorder.losses)==15 or bad
+
+def test_lr_find_sees_each_batch_once(tmp_path):
+    "As many batches, at the same rates, the same losses; the scale and the promotions that it found stay, the weights do not"
+    def run(to):
+        learn = classifier(lambda: net(Big), to, n=30, opt_func=AdamW16)
+        learn.path,before = tmp_path,weights(learn)
+        with learn.no_bar(), learn.no_logging(): learn.lr_find(num_it=40, stop_div=False, show_plot=False)
+        assert equal(weights(learn), before)
+        return learn
+    a,b = run(fp32),run(hot)
+    assert a.recorder.lrs==b.recorder.lrs and len(a.recorder.losses)==len(b.recorder.losses)
+    k = 25 # from there on it diverges
+    torch.testing.assert_close(torch.stack(b.recorder.losses[:k]), torch.stack(a.recorder.losses[:k]), rtol=3e-2, atol=1e-3)
+    assert b.mixed_precision.promoted==['2'] and b.mixed_precision.scaler.get_scale()<2.**24
+    n = b.mixed_precision.n_rerun
+    fit(b, 1)
+    assert b.mixed_precision.n_rerun==n
+
+@pytest.mark.parametrize('clip', [GradientNormClip,GradientClip])
+def test_clipping_sees_the_true_gradient_of_the_run_that_counts(clip):
+    class Norms(Callback):
+        order = 12
+        def before_fit(self): self.seen = []
+        def before_step(self): self.seen.append(torch.stack([p.grad.norm() for p in self.model.parameters()]).norm().item())
+    def run(to): return fit(to(learner(mlp, n=15*16, shuffle=False, opt_func=momentum, cbs=[clip(0.05), Norms(), Outlier(4)])), 1)
+    a,b = run(fp32),run(hot)
+    assert len(b.norms.seen)==15 and b.norms.seen==pytest.approx(a.norms.seen, rel=2e-2) and max(b.norms.seen)<0.0501
+
+# --- what is skipped, and what is not
+
+class Around(Callback):
+    "Did a batch leave a trace in weights, statistics, or the optimizer?"
+    order = 95
+    def before_fit(self): self.traces = []
+    def all(self):
+        return [*state(self.learn).values(), *[torch.as_tensor(v).clone() for o in self.opt.state_dict()['state'] for v in o.values()]]
+    def before_batch(self):
+        if self.training: self.before = self.all()
+    def after_batch(self):
+        now = self.training and self.all()
+        if now: self.traces.append(len(now)!=len(self.before) or not equal(now, self.before))
+
+@pytest.mark.parametrize('kw,cause,skipped', [
+    (dict(dynamic=False), 'outlier', True), (dict(rerun=False), 'outlier', True),
+    (dict(on_spiral='warn'), 'outlier', False), (dict(), 'outlier', False),
+    (dict(dynamic=False), 'precision', False), (dict(rerun=False), 'precision', True),
+    (dict(on_spiral='warn'), 'precision', True), (dict(), 'precision', False),
+    (dict(dynamic=False), 'forward', True), (dict(rerun=False), 'forward', True),
+    (dict(on_spiral='warn'), 'backward', True), (dict(), 'backward', True)])
+def test_steps_are_skipped_only_where_the_settings_say_so(kw, cause, skipped):
+    model = nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), Detour(), nn.ReLU(), nn.Linear(16,1))
+    cb = Outlier(1,4) if cause=='outlier' else Poison({1,4}, cause)
+    learn = fit(learner(model, n=8*16, opt_func=AdamW16, cbs=[GradientNormClip(1.), cb, Around()]).to_fp16_dynamic(**kw), 1)
+    mp = learn.mixed_precision
+    assert mp.history.skipped.tolist()==[skipped and i in (1,4) for i in range(8)] and mp.n_skipped==2*skipped
+    assert learn.around.traces==[not (skipped and i in (1,4)) for i in range(8)]
+    if 'rerun' in kw: assert mp.n_rerun==0
+
+@pytest.mark.parametrize('opt_func', [SGD, partial(OptimWrapper, opt=torch.optim.SGD)])
+def test_weights_that_are_written_within_a_batch_are_written_once(opt_func):
+    "A step that is no event of fastai's; the batch cannot run again, which is said"
+    class Inside(Learner):
+        def _do_one_batch(self):
+            if self.training:
+                self.model(*self.xb).square().mean().mul(0.01).backward()
+                self.steps_inside += 1
+                self.opt.step()
+                self.opt.zero_grad()
+            super()._do_one_batch()
+    learn = learner(n=8*16, opt_func=opt_func, cbs=[GradientNormClip(1.), Outlier(4)])
+    learn.__class__,learn.steps_inside = Inside,0
+    with pytest.warns(UserWarning, match='could not run again'): fit(learn.to_fp16_dynamic(), 1)
+    assert learn.mixed_precision.history.skipped.tolist()==[i==4 for i in range(8)] and learn.steps_inside==8
+
+def test_writes_that_reach_some_weights_only_are_seen():
+    "fastai's optimizers write to `p.data`, which no counter of torch's tells; here to those of one part, which has not the smallest of all"
+    class Inside(Learner):
+        def _do_one_batch(self):
+            if self.training:
+                for p in self.model[0].parameters(): p.data.mul_(0.9)
+            super()._do_one_batch()
+    def run(to):
+        learn = learner(n=8*16, opt_func=SGD, lr=0., cbs=[Outlier(4)])
+        learn.__class__ = Inside
+        return fit(to(learn), 1)
+    a = run(fp32)
+    with pytest.warns(UserWarning, match='could not run again'): b = run(fp16)
+    assert torch.allclose(a.model[0].weight, b.model[0].weight) # and not 0.9 times as many as there were runs
+
+@pytest.mark.parametrize('cause', ['forward','backward'])
+@pytest.mark.parametrize('at', [{0,3,6,9,12,15}, {2,7,11,15,20,27}, {0,1,14,15,28,29}], ids=str)
+def test_six_bad_batches_of_thirty_cost_at_most_twelve_forward_passes(cause, at):
+    learn = learner(n=30*16, cbs=Poison(at, cause)).to_fp16_dynamic()
+    passes = Passes(learn.model)
+    fit(learn, 1)
+    assert learn.mixed_precision.n_skipped==6 and passes.n-30<=12
+    assert [i for i,s in enumerate(learn.mixed_precision.history.skipped) if s]==sorted(at)
+
+def test_six_faults_of_thirty_that_are_left_unmended_cost_at_most_twelve_forward_passes():
+    model = nn.Sequential(nn.Linear(8,16), Detour(), nn.ReLU(), nn.Linear(16,1))
+    learn = learner(model, n=30*16, cbs=Poison({2,7,11,15,20,27}, 'precision')).to_fp16_dynamic(on_spiral='warn')
+    passes = Passes(learn.model)
+    fit(learn, 1)
+    assert learn.mixed_precision.n_skipped==6 and passes.n-30<=12
+
+def test_bad_batches_are_looked_into_less_and_less_often():
+    "Every other one of two hundred is bad: next to one run each, and a handful of reports"
+    learn = learner(n=200*16, cbs=Poison(set(range(0, 200, 2)), 'forward')).to_fp16_dynamic()
+    passes = Passes(learn.model)
+    fit(learn, 1)
+    assert learn.mixed_precision.n_skipped==100 and passes.n<=200+115 and 1<=len(learn.mixed_precision.reports)<=4
+
+# --- the end of a fit
+
+def ends(learn, match, n=1):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        fit(learn, n)
+    res = [str(w.message) for w in said if 'stopped' in str(w.message)]
+    assert len(res)==1 and all(o in res[0] for o in match), res
+    return learn.mixed_precision
+
+@pytest.mark.parametrize('patience', [1,3,4])
+def test_patience_ends_the_fit_and_says_so(patience):
+    "At which step of how many, why, and what the weights are; these are those of the last step that was taken"
+    kept = []
+    class Keep(Callback):
+        def before_batch(self):
+            if self.training and self.train_iter==6: kept[:] = weights(self.learn)
+    learn = learner(n=20*16, cbs=[Poison({2,*range(6, 20)}, 'backward'), Keep()]).to_fp16_dynamic(patience=patience)
+    at = 3 if patience==1 else 6+patience
+    mp = ends(learn, [f'step {at} of 20', 'fp16 nor fp32',
+                      f'the last {patience} batches.' if patience>1 else 'the last batch.', 'weights are'])
+    assert len(mp.history)==at
+    if patience>1: assert equal(weights(learn), kept)
+
+def test_bad_batches_with_good_ones_between_do_not_end_the_fit():
+    learn = fit(learner(n=30*16, cbs=Poison(set(range(30))-set(range(2, 30, 3)), 'backward')).to_fp16_dynamic(), 1)
+    assert len(learn.mixed_precision.history)==30 and learn.mixed_precision.n_skipped==20
+
+def test_the_steps_of_accumulated_batches_are_counted_as_such():
+    learn = learner(n=20*16, cbs=[GradientAccumulation(32), Poison(set(range(8, 20)), 'backward')]).to_fp16_dynamic()
+    ends(learn, ['step 7 (batch 14 of 20)'])
+
+def test_a_divergence_ends_the_fit_and_says_that_it_ended():
+    mp = ends(learner(n=40*16, opt_func=SGD, lr=1e25).to_fp16_dynamic(), ['step', 'of 40', 'divergence', 'weights are'])
+    assert 3<=len(mp.history)<40 and mp.history.skipped[-3:].all()
+
+def test_in_the_second_epoch_the_steps_of_the_fit_are_counted():
+    class Bad(Callback):
+        order = 5
+        def before_backward(self):
+            if self.epoch==1 and self.iter>=4: self.learn.loss_grad = self.learn.loss_grad*1e30
+    learn = learner(n=10*16, cbs=Bad()).to_fp16_dynamic()
+    fit(learn, 0)
+    ends(learn, ['step 17 of 20'], 2)
+
+# --- validation and prediction
+
+@pytest.mark.parametrize('to', [fp16,bf16], ids=['fp16','bf16'])
+def test_validation_and_predictions_run_again(to):
+    "A part overflows outside training only, or raises there; predictions are fp32's"
+    kind = torch.float16 if to is fp16 else torch.bfloat16
+    class Only(nn.Module):
+        def forward(self, x):
+            if not self.training and x.dtype==kind: raise RuntimeError('not implemented for this dtype')
+            return x
+    class Large(nn.Module):
+        def forward(self, x): return x if self.training else x*1e39*1e-39 if kind==torch.bfloat16 else x*1e6/1e6
+    for act in (Only,) if to is bf16 else (Only,Large):
+        a,b = [fit(classifier(partial(net, act), t, n=3), 1) for t in (fp32, to)]
+        with b.no_bar(), b.no_logging():
+            preds,targs = b.get_preds()
+            loss, = b.validate()
+        assert preds.isfinite().all() and preds.shape==(256,4) and b.mixed_precision.n_skipped==0
+        torch.testing.assert_close(preds, preds_of(a), rtol=5e-2, atol=5e-2)
+        assert math.isfinite(loss) and b.recorder.values[-1][-1]==pytest.approx(a.recorder.values[-1][-1], rel=2e-2)
+        clean(b)
+
+def preds_of(learn):
+    with learn.no_bar(), learn.no_logging(): return learn.get_preds()[0]
+
+def test_metrics_see_each_validation_batch_once():
+    class Only(nn.Module):
+        def forward(self, x): return x if self.training else x*1e6/1e6
+    seen = []
+    def metric(p, t):
+        seen.append(len(p))
+        return p.isfinite().float().mean()
+    learn = classifier(lambda: net(Only), fp16, n=3, n_valid=64)
+    learn.dls.loaders[1].bs = 16
+    learn.metrics = [metric]
+    learn = fit(learn, 1)
+    assert seen==[16]*4 and learn.recorder.values[-1][-1]==1.
+
+# --- history, plot and metrics
+
+def test_history_plot_and_metrics_tell_of_reruns_and_skips():
+    learn = learner(n=15*16, metrics=[LossScale(), SkippedSteps(), GradNorm()], opt_func=momentum,
+                    cbs=[GradientNormClip(1.), Outlier(4), Poison({8}, 'forward')]).to_fp16_dynamic()
+    fit(learn, 1)
+    mp,h = learn.mixed_precision,learn.mixed_precision.history
+    assert list(h.columns)==['step','loss_scale','reruns','skipped','grad_norm'] and len(h)==15
+    assert mp.n_rerun==h.reruns.sum() and mp.n_skipped==h.skipped.sum()==1 and h.skipped[8] and math.isnan(h.grad_norm[8]) and h.reruns[4]>0
+    scale,skips,norm = learn.recorder.values[-1][-3:]
+    assert scale==mp.scaler.get_scale() and skips==1 and norm==pytest.approx(h.grad_norm[~h.skipped].mean())
+    mp.plot()
+    import matplotlib.pyplot as plt
+    labels = [t.get_text() for ax in plt.gcf().axes if ax.get_legend() for t in ax.get_legend().get_texts()]
+    plt.close('all')
+    assert any('again' in o for o in labels) and any('skipped' in o for o in labels)
+
+def test_skipped_is_a_bool_of_the_present_step():
+    seen = []
+    class See(Callback):
+        def after_batch(self):
+            if self.training: seen.append(self.mixed_precision.skipped)
+    fit(learner(n=8*16, cbs=[Poison({3}, 'forward'), Outlier(5), See()]).to_fp16_dynamic(), 1)
+    assert seen==[i==3 for i in range(8)] and all(type(o) is bool for o in seen)
+
+# --- while nothing overflows
+
+@pytest.mark.parametrize('acc', [1,2])
+def test_while_nothing_overflows_no_batch_runs_again(acc):
+    "Over 600 steps: two forward passes besides the batches' own, and nothing that they do is noticed"
+    n = 600 if acc==1 else 80
+    def run(to):
+        learn = classifier(lambda: net(Plain), to, [GradientAccumulation(16*acc), Early(-5)], n=n, lr=1e-3)
+        return Passes(learn.model),fit(learn, 1)
+    (_,a),(passes,b) = run(fp32),run(partial(fp16, init_scale=2.**8)) # it grows, and that must fit, too
+    assert passes.n-n<=math.ceil(n/acc/256) and b.mixed_precision.n_rerun==0 and not b.mixed_precision.reports
+    assert b.early.rows==a.early.rows and a.model[4].drawn==b.model[4].drawn and int(b.model[1].num_batches_tracked)==n
+
+# --- defects of before
+
+def test_what_a_later_callback_makes_of_a_batch_is_in_all_runs():
+    "Inputs times 1e6 by a callback of order 60: healed at once, and trained as in fp32"
+    class Units(Callback):
+        order = 60
+        def before_batch(self): self.learn.xb = (self.xb[0]*1e6+torch.rand(1),)
+    def run(to):
+        def make(): return nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16,4))
+        return fit(classifier(make, to, [Units()]), 1)
+    a,b = run(fp32),run(fp16)
+    same_training(a, b)
+    assert b.mixed_precision.history.reruns.tolist()==[1]+14*[0] and '0' in b.mixed_precision.promoted
+
+def test_patience_of_one_sees_the_same_dropout():
+    def run(to): return fit(classifier(lambda: net(Big), to, [Outlier(4)]), 1)
+    same_training(run(fp32), run(partial(fp16, patience=1)))
+
+def test_loggers_and_large_arrays_are_left_alone():
+    "Another thread sets a logger's level while a batch runs again; an array of 80 MB is not copied"
+    import tracemalloc
+    class Logs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.logger,self.table,self.calls,self.m = logging.getLogger('ours'),np.zeros(10**7),World(),mlp()
+        def forward(self, x):
+            self.calls.append(1)
+            if len(self.calls)==7:
+                t = threading.Thread(target=lambda: (self.logger.setLevel(17), self.logger.handlers.append('handler')))
+                t.start()
+                t.join()
+            return self.m(x)
+    learn = learner(Logs, n=10*16, cbs=[GradientNormClip(1.), Outlier(5)]).to_fp16_dynamic()
+    learn.model.logger.setLevel(30)
+    tracemalloc.start()
+    fit(learn, 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    try: assert learn.model.logger.level==17 and learn.model.logger.handlers==['handler'] and learn.mixed_precision.n_rerun>=3
+    finally: learn.model.logger.handlers.clear()
+    assert peak<4e7
+
+exceptions = [RuntimeError,ValueError,TypeError,ZeroDivisionError,NotImplementedError,KeyError,IndexError,AssertionError,
+              StopIteration,OSError,AttributeError,torch.OutOfMemoryError]
+
+@pytest.mark.parametrize('ex', exceptions)
+@pytest.mark.parametrize('where', ['model','after_loss','after_step'])
+def test_an_exception_comes_through_unchanged_after_one_more_run_at_most(ex, where):
+    "As fp32 raises it; what half precision cannot have caused, after none"
+    class Raises(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.m,self.runs = mlp(),World()
+        def forward(self, x):
+            if self.training: self.runs.append(1)
+            if where=='model' and self.training and learn.train_iter==2: raise ex('from the user')
+            return self.m(x)
+    class Boom(Callback):
+        def boom(self):
+            if self.training and self.train_iter==2: raise ex('from the user')
+    if where!='model': setattr(Boom, where, Boom.boom)
+    res = []
+    for to in (fp32, fp16):
+        learn = to(learner(Raises, cbs=Boom()))
+        try: fit(learn, 1)
+        except Exception as e: res.append((type(e),str(e),len(learn.model.runs)))
+        else: res.append((None,'',len(learn.model.runs))) # fastai ends an epoch at a StopIteration of a callback
+        clean(learn)
+    (*a,n),(*b,m) = res
+    may = issubclass(ex, (RuntimeError,ValueError,TypeError,ArithmeticError)) and ex is not torch.OutOfMemoryError and where!='after_step'
+    assert a==b and m-n<=may
+
+def test_an_exception_that_fp32_does_not_raise_and_nothing_mends_comes_through():
+    "The first call of it raises, whatever the precision: the user's own fault, which another run hides"
+    class Once(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.m,self.runs = mlp(),World()
+        def forward(self, x):
+            self.runs.append(1)
+            if len(self.runs)==3: raise RuntimeError('connection lost')
+            return self.m(x)
+    learn = learner(Once).to_fp16_dynamic()
+    with pytest.raises(RuntimeError, match='connection lost'): fit(learn, 1)
+    assert not learn.mixed_precision.promoted
+
+# --- silent overflows
+
+def test_silent_overflows_are_mended_within_the_step_that_sees_them():
+    "A variance that is inf makes zeros of all: in half precision nothing is learned, and nothing tells but the predictions"
+    class Divides(nn.Module):
+        def forward(self, x): return x/(x.var(0)+1e-3).sqrt()
+    def run(to):
+        def make():
+            model = nn.Sequential(nn.Linear(8,16), Detour(), nn.Linear(16,16), Divides(), nn.ReLU(), nn.Linear(16,4))
+            with torch.no_grad(): model[2].weight.mul_(2e3)
+            return model
+        return fit(classifier(make, to, n=40), 1)
+    a,b = run(fp32),run(fp16)
+    mp = b.mixed_precision
+    assert mp.n_skipped==0 and len(mp.history)==40 and mp.promoted and mp.history.reruns[15]>0 and mp.history.reruns[16:].sum()==0
+    assert a.steps.rates==b.steps.rates
