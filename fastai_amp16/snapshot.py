@@ -6,10 +6,9 @@
 __all__ = ['detached', 'noted', 'without_graph', 'inside', 'ModelState', 'RandomState', 'LearnerState']
 
 # %% ../nbs/07_snapshot.ipynb #74a48ee3
-import random
+import operator,random
 from collections import Counter,OrderedDict,defaultdict,deque
 from ctypes import c_int32,c_uint32
-from operator import attrgetter,is_,itemgetter
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.parameter import is_lazy
@@ -126,7 +125,7 @@ class _Tensors:
 # %% ../nbs/07_snapshot.ipynb #52ffa5ff
 _torchs = {*vars(nn.Module()), 'forward', '_compiled_call_impl'} # what torch itself keeps in each module, and the places of stand-ins
 _rescan = 256 # steps
-_training,_version = itemgetter('training'),attrgetter('_version')
+_training,_version = operator.itemgetter('training'),operator.attrgetter('_version')
 _hooks = [k for k in vars(nn.Module()) if '_hooks' in k]
 
 def _modules(o, name='', seen=None):
@@ -217,7 +216,7 @@ class ModelState:
     def _noted_tensors(self, dicts):
         "Small tensors as joined copies, large ones by place"
         ts = [d.get(k) for d,k in self.places]
-        if len(ts)!=len(self.seen) or not all(map(is_, ts, self.seen)): self._sort(ts, dicts)
+        if len(ts)!=len(self.seen) or not all(map(operator.is_, ts, self.seen)): self._sort(ts, dicts)
         with torch.no_grad(): return [g.note() for g in self.small],self.large.copy()
 
     def _sort(self, ts, dicts):
@@ -271,8 +270,10 @@ class ModelState:
     def weights(self) -> tuple:
         "Changes where a weight is written to. torch counts that, but not what goes through `.data`: the smallest weight of each part tells"
         at = [p.data_ptr() for p in self.least]
-        if at!=self.at: self.at,self.few = at,[(p.detach() if p.ndim<2 else p.detach()[0]).flatten()[:_inner] for p in self.least]
-        return sum(map(_version, self.trained)),at,[torch.cat(ts) for ts in groupby(self.few, attrgetter('device')).values()]
+        if at!=self.at:
+            few = [(p.detach() if p.ndim<2 else p.detach()[0]).flatten()[:_inner] for p in self.least]
+            self.at,self.few = at,list(groupby(few, operator.attrgetter('device')).values())
+        return sum(map(_version, self.trained)),at,[torch.cat(ts) for ts in self.few]
 
     def _noted_hooks(self):
         "A hook may remove itself; torch numbers all hooks, so it need not be looked everywhere for new ones"
