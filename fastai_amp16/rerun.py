@@ -214,6 +214,10 @@ class _Watched:
         if k.startswith('__'): raise AttributeError(k)
         return getattr(self.loss_func, k)
 
+def _eager():
+    "A context without compiled code, which hooks do not see into"
+    return torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
+
 class Batches:
     "The batches since the last step, and how they run again"
     def __init__(self,
@@ -314,8 +318,6 @@ def look(self:Batches,
     learn,before,attempt.counts = self.learn,(self.attempt,self.entry.plan,self.entry.at_next),False
     self.entry.at_next = None # a look begins no step
     watch,loss_func = Watch(self.model, inside=inside, **kwargs),learn.loss_func
-    # hooks do not see into compiled code
-    eager = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
     def batch():
         watch.stack.clear()
         if modules:
@@ -326,7 +328,7 @@ def look(self:Batches,
     def run():
         grads = nullcontext() if attempt.backward else torch.no_grad()
         # the last context: a Ctrl-C at the end of the block may come before that one is left
-        with self.ranks.alone(), eager, grads, watch, warnings.catch_warnings(), nullcontext():
+        with self.ranks.alone(), _eager(), grads, watch, warnings.catch_warnings(), nullcontext():
             warnings.simplefilter('ignore') # the batch has given its warnings already
             try: self.run(batch, attempt)
             except (Left,*not_faults): pass

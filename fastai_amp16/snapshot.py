@@ -173,7 +173,7 @@ class ModelState:
         self.named = [(n,d) for n,m in owners for d in (vars(m),*([m._buffers] if isinstance(m, nn.Module) else []))]
         self.dicts = [d for _,d in self.named]
         self.modules = [m for _,m in owners if isinstance(m, nn.Module)]
-        self.attrs = [*map(vars, self.modules)]
+        self.attrs = [vars(m) for m in self.modules if 'training' in vars(m)] # not those of TorchScript
         self.frozen = [(m._parameters,k) for m in self.modules for k,p in m._parameters.items() if p is not None and not p.requires_grad]
         self.tensors,self.n,self.watched,self.hooks,self.hooks_so_far = _Tensors(_large),0,None,[],None
         self.seen,self.small,self.large,self.first = [],[],{},None

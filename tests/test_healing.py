@@ -29,15 +29,15 @@ def test_plain_fp16_fails(name):
 @quiet
 @pytest.mark.parametrize('name', zoo)
 def test_takes_all_steps_and_reaches_fp32(name):
-    "Of three seeds, the mean is no further from fp32's than fp32's own seeds are from each other"
+    "Of two seeds, the mean is no further from fp32's than fp32's own seeds are from each other"
     s,taken = zoo[name],[]
     def figure(to, seed):
         learn = to(s.make(seed))
         res = hostile.fit(learn, s.epochs, s.lr)
         if to is Learner.to_fp16_dynamic: taken.append((learn.mixed_precision.n_skipped, len(learn.mixed_precision.history)))
         return res
-    fp32,fp16 = [torch.tensor([figure(to, seed) for seed in range(3)]) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)]
-    assert taken==[(0, s.epochs*len(s.make(0).dls.train))]*3
+    fp32,fp16 = [torch.tensor([figure(to, seed) for seed in range(2)]) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)]
+    assert taken==[(0, s.epochs*len(s.make(0).dls.train))]*2
     assert fp32.min()>0.9 # it learned
     assert (fp16.mean()-fp32.mean()).abs()<=fp32.std()+floor, (fp16, fp32)
 
