@@ -88,7 +88,9 @@ def attempt(self:Attempts,
         raise
     except (*not_faults, torch.OutOfMemoryError): raise
     except (RuntimeError,ValueError,TypeError,ArithmeticError) as e: # others, half precision does not cause
-        return self.raised(e, f)
+        done = self.raised(e, f)
+        if done is None: raise # not `e` from elsewhere: a frame that knew it would keep it, and the contexts in its frames, alive
+        return done
 
 @patch
 def rescale(self:Attempts,
@@ -127,18 +129,15 @@ def raised(self:Attempts,
     e, # What was raised
     f # Works on one batch
 ):
-    "Something was raised that half precision may have caused; is the batch done?"
+    "Something was raised that half precision may have caused; is the batch done? `None`: raise it"
     making = self.making
-    if making.error is not None: raise making.error # in fp32 as well
-    if making.passes is not None or making.record.in_fp32 or not self.rerun: raise e # in the optimizer, or in fp32
+    if making.error is not None: self.raise_first() # in fp32 as well
+    if making.passes is not None or making.record.in_fp32 or not self.rerun: return None # in the optimizer, or in fp32
     making.error = e
-    if self.ranks.size==1:
-        if self.decide(Outcome.broken) is Next.skip: raise e
-        return False
-    if self.training: return self.finish(e, f)
+    if self.ranks.size==1: return None if self.decide(Outcome.broken) is Next.skip else False
+    if self.training: return self.finish(f)
     self.ranks.ddp.require_forward_param_sync = False # the buffers have come already; the forward pass would have set it
-    if self.is_valid(raised=True): raise e
-    return False
+    return None if self.is_valid(raised=True) else False
 
 @patch
 def by_itself(self:Attempts,
@@ -154,7 +153,6 @@ def by_itself(self:Attempts,
 
 @patch
 def finish(self:Attempts,
-    e, # What was raised
     f # Works on one batch
 ):
     "The others wait for this rank's gradients: make some, in fp32, so that no backward pass is left half-way. Then all look into it"
@@ -162,7 +160,7 @@ def finish(self:Attempts,
     in_backward = self.making.began==batches.entry.passes # parts of the gradients are gone
     if in_backward or self.by_itself(None, f)[0] is not None:
         for p in self.plan.params: p.grad = None
-        raise e
+        return None
     _,done = self.by_itself(self.plan, f) # collectives that the others do not wait for any more
     self.ranks.ddp.require_forward_param_sync = False # the buffers have come already; this forward pass sets it to True again
     def rest():

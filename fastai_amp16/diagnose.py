@@ -433,6 +433,7 @@ def find(
     raised = error and f'{type(error).__name__}: {error}'
     try: return Finding(diagnose(case, inside, heals), raised=raised)
     except Exception as e:
+        e.__traceback__ = None # its frames hold it
         return Finding(failure=f'{type(e).__name__}: {e}', raised=raised, same=error is not None and case.fp32 and e is case.fp32.error)
 
 def merged(

@@ -58,7 +58,7 @@ def examine(self:Healing,
     record.looks += 1
     inside = (lambda n: True) if making.silent else None
     mine = find(self.case(f), inside, self.on_spiral=='heal', making.error)
-    if mine.same and self.ranks.size==1: raise making.error
+    if mine.same and self.ranks.size==1: self.raise_first()
     mine.silent = making.silent
     found = self.ranks.gather(mine)
     healed = any(o.healed for o in found)
@@ -72,6 +72,13 @@ def examine(self:Healing,
     if healed: self.promote(reports)
     self.tell([r for r in reports if r.verdict!='scale'])
     return self.after_look(reports, healed, lost, raised, any(o.silent for o in found))
+
+@patch
+def raise_first(self:Healing):
+    "Raise what the batch has raised first, and let go of it"
+    error,self.making.error = self.making.error,None
+    try: raise error
+    finally: del error # which would hold this frame, which would hold it
 
 @patch
 def promote(self:Healing,
@@ -102,18 +109,20 @@ def after_look(self:Healing,
     silent # Were predictions wrong without a sign?
 ):
     "The attempt that comes after a diagnosis"
-    making,record,error,s = self.making,self.making.record,self.making.error,self.scaler
+    making,record,s = self.making,self.making.record,self.scaler
     scale = min((r.new_scale for r in reports if r.new_scale), default=s.get_scale())
-    making.error,making.silent = None,False
+    making.silent = False
     if healed or any(r.verdict=='scale' for r in reports):
         if healed: record.mended()
+        making.error = None
         return Attempt(self.plan, scale)
     # an infinity that fp32 has as well is meant: from now on the loss decides
     if not lost and not reports: making.batches.model_state.watched = []
     if not lost and silent: pass # wrong, but finite: the step is taken
-    elif error is not None: raise error
+    elif making.error is not None: self.raise_first()
     elif raised: raise RuntimeError(raised[0])
     elif reports or lost or record.looks>1 or not self.training: record.lost = True
+    making.error = None
     return Attempt(None) if lost else Attempt(self.plan, scale)
 
 @patch

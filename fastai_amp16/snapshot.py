@@ -82,10 +82,11 @@ def inside(
     return o if isinstance(o, (list,deque)) and len(o)<=_inner else []
 
 # %% ../nbs/07_snapshot.ipynb #841da070
+def _has_data(t): return t.layout==torch.strided and type(t) in (Tensor,nn.Parameter)
+
 def _mark(t):
     "Changes when `t` is written to, or gets other data"
-    has_data = t.layout==torch.strided and type(t) in (Tensor,nn.Parameter)
-    return id(t),0 if t.is_inference() else t._version,t.data_ptr() if has_data else 0
+    return id(t),0 if t.is_inference() else t._version,t.data_ptr() if _has_data(t) else 0
 
 def _all_tensors(o):
     res = []
@@ -107,7 +108,7 @@ class _Tensors:
             if place in places and _mark(t)!=mark: self.changing.add(place)
         self.marks = {k: (t,_mark(t)) for k,t in places.items()}
         copies = {k: t.detach().clone() for k,t in places.items() if not self.begun or k in self.changing or t.numel()<=self.always}
-        self.begun,self.alive = True,[t.data for t in places.values()] # or another storage could get the address of this one
+        self.begun,self.alive = True,[t.untyped_storage() for t in places.values() if _has_data(t)] # or another could get the address
         return self.marks,copies,self.alive
 
     @staticmethod

@@ -1,5 +1,5 @@
 "Trainings in which half precision overflows take fp32's steps and end where fp32 ends, and nobody notices that batches ran again"
-import logging,math,threading,warnings
+import gc,logging,math,threading,warnings,weakref
 import numpy as np
 import pytest,torch
 import torch.nn.functional as F
@@ -472,6 +472,22 @@ def test_an_exception_comes_through_unchanged_after_one_more_run_at_most(ex, whe
     (*a,n),(*b,m) = res
     may = issubclass(ex, (RuntimeError,ValueError,TypeError,ArithmeticError)) and ex is not torch.OutOfMemoryError and where!='after_step'
     assert a==b and m-n<=may
+
+@pytest.mark.parametrize('only_in_half', [False,True])
+def test_an_exception_is_let_go_of(only_in_half):
+    "Nothing holds its frames until garbage is collected, nor contexts in these: that of an activation checkpoint notes what a graph saves"
+    class Wrong(ValueError): pass
+    class Raises(nn.Module):
+        def forward(self, x):
+            if not only_in_half or x.dtype==torch.float16 or not self.training: raise Wrong
+            return x
+    learn,gone = learner(nn.Sequential(nn.Linear(8,16), Raises(), nn.Linear(16,1))).to_fp16_dynamic(on_spiral='warn'),[]
+    gc.disable()
+    try:
+        try: fit(learn, 1)
+        except Wrong as e: gone.append(weakref.ref(e))
+        assert len(gone)==1 and gone[0]() is None
+    finally: gc.enable()
 
 def test_an_exception_that_fp32_does_not_raise_and_nothing_mends_comes_through():
     "The first call of it raises, whatever the precision: the user's own fault, which another run hides"

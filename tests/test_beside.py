@@ -14,6 +14,7 @@ from fastai.callback.all import (ActivationStats,BnFreeze,CSVLogger,ChannelsLast
 from fastai_amp16.all import AdamW16,DynamicMixedPrecision,GradientNormClip,LossScale,SkippedSteps,half_forward,ranger16
 from fastai_amp16.demo import digits_dls
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 from common import *
 
 def test_fine_tune_keeps_the_scale_and_frozen_layers():
@@ -377,7 +378,7 @@ class Counting(Net):
 
 class Checkpointed(Net):
     "Runs its norms again in the backward pass"
-    def forward(self, x): return self.head(torch.utils.checkpoint.checkpoint(self.body, self.inp(x), use_reentrant=self.reentrant))
+    def forward(self, x): return self.head(checkpoint(self.body, self.inp(x), use_reentrant=self.reentrant))
 
 class Param(Net):
     "A bare parameter in a product, a scalar one, and one that is not used"

@@ -6,6 +6,7 @@ import pytest,torch
 from fastai.basics import (Callback,CancelBackwardException,CancelBatchException,CancelEpochException,CancelFitException,
                            CancelTrainException,Learner,SGD,nn,partial,set_seed)
 from fastai.callback.all import GradientAccumulation,TerminateOnNaNCallback
+from torch.utils.checkpoint import checkpoint
 from fastai_amp16.all import FusedAdam,half_forward
 from fastai_amp16.precision import own_forward
 from common import *
@@ -55,7 +56,7 @@ class Deep(nn.Module):
         self.again,self.out = Half(nn.Sequential(nn.Linear(16,16), nn.BatchNorm1d(16), nn.ReLU())),nn.Linear(16,1)
     def forward(self, x):
         x = self.kept(self.norm(self.inp(x)))
-        return self.out(torch.utils.checkpoint.checkpoint(self.again, x, use_reentrant=False))
+        return self.out(checkpoint(self.again, x, use_reentrant=False))
 
 class FailingStep(FusedAdam):
     "An optimizer that can be told to fail before a step"
