@@ -128,7 +128,7 @@ def test_the_table_is_that_of_its_script():
     assert res['machine'] in shown and shown.count('\n|')==len(res['rows'])+2
 
 @pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize('what', survival.everything)
+@pytest.mark.parametrize('what', [*list(survival.trainings)[::4], *survival.events]) # test_healing trains all of them
 def test_survival(what):
     rows = {o['what']: o for o in json.loads((root/'benchmarks'/'survival.json').read_text())['rows']}
     assert survival.row(what, survival.everything[what])==rows[what] and list(rows)==list(survival.everything)
