@@ -37,7 +37,7 @@ def begin(self:Attempts,
     if first: self.begin_step(entry, self.rerun)
     if self.making.batches.attempt.plan is None: entry.plan = None # the batches before this one ran in fp32
     if self.rerun: self.making.batches.add()
-    if first and self.training and self.rerun and (len(self.log.steps)+1)%_asked==16: self.predict(f)
+    if first and (len(self.log.steps)+1)%_asked==16 and self.training and self.rerun: self.predict(f)
 
 @patch
 def begin_step(self:Attempts,

@@ -20,6 +20,7 @@ def replace(
 ): # Like `o`: containers keep their types, named tuples and dict subclasses included
     "`o` with `f(t)` in place of each tensor `t`"
     if isinstance(o, Tensor): return f(o)
+    if type(o) in (tuple,list): return type(o)([replace(v, f) for v in o]) # the most frequent ones, quickly
     if is_dataclass(o) and not isinstance(o, (type,MutableMapping)):
         res = copy.copy(o)
         for k in fields(o): object.__setattr__(res, k.name, replace(getattr(o, k.name), f)) # also where it is frozen

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['norm_types', 'convs', 'register_norm', 'is_norm', 'as_list', 'find_modules', 'StandIn', 'own_forward', 'unwrapped',
-           'unwrap', 'PrecisionPlan', 'guarded', 'ForwardPass', 'half_forward']
+           'unwrap', 'PrecisionPlan', 'Modes', 'guarded', 'ForwardPass', 'half_forward']
 
 # %% ../nbs/02_precision.ipynb #ebfd676d
 import functools
@@ -16,6 +16,7 @@ import torch
 from torch import nn,Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils import _python_dispatch
 from types import MethodType
 from fastcore.basics import noop,patch
 from fastcore.foundation import L
@@ -346,26 +347,35 @@ class PrecisionPlan:
 
 # %% ../nbs/02_precision.ipynb #54046acd
 # private in torch: what contexts of its own change for this thread. A Ctrl-C may come right before one is left
-_function_state,_n_functions = (getattr(torch._C, k, int) for k in ('_get_torch_function_state','_len_torch_function_stack'))
+_function_state,_n_functions,_n_dispatch = (getattr(torch._C, f'_{k}', int) for k in (
+    'get_torch_function_state','len_torch_function_stack','len_torch_dispatch_stack'))
 
-def _modes(): return torch.is_grad_enabled(),_function_state(),_n_functions()
+class Modes:
+    "What contexts of torch's have changed so far for this thread"
+    def __init__(self):
+        self.grad,self.functions = torch.is_grad_enabled(),_function_state()
+        self.n,self.n_dispatch = _n_functions(),_n_dispatch()
 
-def _modes_back(grad, functions, n):
-    torch.set_grad_enabled(grad)
-    if _function_state()!=functions: torch._C._set_torch_function_state(functions)
-    while _n_functions()>n: torch._C._pop_torch_function_stack()
+    def put_back(self):
+        "Leave what was entered since"
+        torch.set_grad_enabled(self.grad)
+        if _function_state()!=self.functions: torch._C._set_torch_function_state(self.functions)
+        while _n_functions()>self.n: torch._C._pop_torch_function_stack()
+        while _n_dispatch()>self.n_dispatch: _python_dispatch._pop_mode()
+        if not _n_dispatch(): # torch.compile asks for these signs of a mode
+            vars(_python_dispatch).update({k: False for k in vars(_python_dispatch) if k.startswith('_is_in_')})
 
 def guarded(
     f, # What to run
     put_back # What to run after it, whatever happens; where something was raised it runs twice
 ): # What `f` returns
     "Run `f`, then `put_back`, even if a Ctrl-C comes at the first line of either, or where a context ends"
-    modes = _modes()
+    modes = Modes()
     try:
         try: return f()
         finally: put_back()
     except BaseException:
-        _modes_back(*modes)
+        modes.put_back()
         put_back()
         raise
 

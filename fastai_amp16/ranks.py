@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import nn,Tensor
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from .grads import read_all
-from .precision import unwrapped
+from .precision import Modes,unwrapped
 
 # %% ../nbs/08_ranks.ipynb #2dde1cd9
 # Private in torch: an operation of `c10d` returns a `Work`, which nothing public creates; it gets its group and its reduction as opaque C++
@@ -57,18 +56,6 @@ def _all_to_all_inputs():
     "What this rank has to send, if gloo's `all_to_all` of torch.distributed.nn is under way: a scatter from each rank, in turn"
     f = getattr(sys.modules.get('torch.distributed.nn.functional'), '_AlltoAll', None)
     return f and _caller('tensors', lambda frame: frame.f_code is f.forward.__code__)
-
-_n_modes = getattr(torch._C, '_len_torch_dispatch_stack', int) # 0, where torch does not tell
-
-@contextmanager
-def _no_mode_left():
-    "A context that leaves no dispatch mode on, and no sign of one, even if a Ctrl-C comes while a mode begins or ends"
-    n,flags = _n_modes(),{k: v for k,v in vars(_python_dispatch).items() if isinstance(v, bool)}
-    try: yield
-    except BaseException:
-        while _n_modes()>n: _python_dispatch._pop_mode()
-        vars(_python_dispatch).update(flags) # torch.compile asks for them
-        raise
 
 def _finished(ts):
     "A `Work` that is done, with `ts` as its result, as an operation returns it"
@@ -314,4 +301,9 @@ class Ranks:
         if not (dist.is_available() and dist.is_initialized()):
             yield
             return
-        with _no_mode_left(), Echo() as echo, nullcontext() if self.ddp is None else _silenced(self.ddp): yield echo
+        modes = Modes()
+        try:
+            with Echo() as echo, nullcontext() if self.ddp is None else _silenced(self.ddp): yield echo
+        except BaseException:
+            modes.put_back() # a Ctrl-C may come while a mode begins or ends
+            raise

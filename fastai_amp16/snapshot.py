@@ -345,25 +345,40 @@ def replaced(self:ModelState,
     for _,d in self.named: d.update({k: replace(v, f) for k,v in d.items() if k not in _torchs and any(f(t) is not t for t in tensors(v))})
 
 # %% ../nbs/07_snapshot.ipynb #ab2384b3
+def _python_mark():
+    inst = random.random.__self__
+    at = id(inst)+object.__basicsize__ # behind its header, CPython has the position and the 624 numbers
+    return c_int32.from_address(at).value,c_uint32.from_address(at+8).value,inst.gauss_next # the first number is the same after each seed
+
+def _numpy_mark():
+    gen = np.random.get_bit_generator() if hasattr(np.random, 'get_bit_generator') else None
+    if type(gen).__name__!='MT19937': return object()
+    at = gen.ctypes.state_address # of 624 numbers and the position in them
+    return at,c_uint32.from_address(at+4).value,c_int32.from_address(at+4*624).value
+
+_readable = _python_mark()[:2]==operator.itemgetter(-1,1)(random.getstate()[1])
+
+class _Twister:
+    "A Mersenne twister: its state takes long to copy, and training seldom draws from it. The mark is cheap, and tells whether something did"
+    def __init__(self, get_state, mark, holds_more=lambda state: False):
+        self.get_state,self.mark,self.holds_more,self.last,self.state = get_state,mark,holds_more,None,None
+
+    def note(self):
+        mark = self.mark()
+        if mark!=self.last or self.holds_more(self.state): self.last,self.state = mark,self.get_state()
+        return self.state
+
 class RandomState:
     "The state of Python's, numpy's and torch's random number generators, those of the present devices included"
-    def __init__(self): self.numpy,self.mark,self.draws = None,None,False
-
-    def _numpy_mark(self):
-        "Numpy's state takes longest to copy, and training seldom draws from it. This is cheap, and changes where something does"
-        gen = np.random.get_bit_generator() if hasattr(np.random, 'get_bit_generator') else None
-        if type(gen).__name__!='MT19937': return object()
-        at = gen.ctypes.state_address # 624 numbers and the position in them
-        return at,c_uint32.from_address(at).value,c_int32.from_address(at+4*624).value
+    def __init__(self):
+        def has_gaussian(state): return isinstance(state, tuple) and state[3] # a second one, which can be drawn without a trace in the mark
+        self.python = _Twister(random.getstate, _python_mark if _readable else object)
+        self.numpy = _Twister(np.random.get_state, _numpy_mark, has_gaussian)
 
     def note(self):
         "The present states, for `put_back`"
-        mark = self._numpy_mark()
-        stored = isinstance(self.numpy, tuple) and self.numpy[3] # a second Gaussian, which can be drawn without a trace in the mark
-        if mark!=self.mark or self.draws or stored: self.draws,self.numpy = self.mark is not None,np.random.get_state()
-        self.mark = mark
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-        return random.getstate(),self.numpy,torch.get_rng_state(),cuda
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        return self.python.note(),self.numpy.note(),torch.get_rng_state(),cuda
 
     def put_back(self,
         noted:tuple # From `note`
@@ -376,32 +391,38 @@ class RandomState:
         if cuda is not None: torch.cuda.set_rng_state_all(cuda)
 
 # %% ../nbs/07_snapshot.ipynb #3d7bd214
-_plain = {bool,int,float,str,type(None),type(noop),type(noted.__call__)} # nothing in these can change
-_results = {'pred','loss_grad'} # of the batch before: an attempt makes its own, and these would keep its graph
+_results = ('pred','loss_grad') # of the batch before: an attempt makes its own, and these would keep its graph
+
+class _Kinds(dict):
+    "By class: what may change in its objects themselves"
+    def __missing__(self, cls):
+        is_container = cls in _in_place or issubclass(cls, (tuple,list,dict,deque))
+        self[cls] = kind = Tensor if issubclass(cls, Tensor) else list if is_container else None
+        return kind
 
 class LearnerState:
     "What a batch may change in a learner and its callbacks: attributes, containers, inputs that are written to, random numbers"
     def __init__(self,
         learn:Learner # In a fit or a validation
-    ): self.learn,self.tensors,self.random = learn,_Tensors(),RandomState()
+    ): self.learn,self.tensors,self.random,self.kinds = learn,_Tensors(),RandomState(),_Kinds()
 
     def note(self):
         "What there is when all callbacks have prepared a batch: `put_back` takes it"
-        learn,containers,places = self.learn,[],{}
+        learn,kinds,containers,places = self.learn,self.kinds,[],{}
         owners = [(vars(o),vars(o).copy()) for o in (learn, *learn.cbs) if not isinstance(o, MixedPrecision)]
+        owners[0][1].update({k: None for k in _results if k in owners[0][1]})
         with torch._C.DisableTorchFunction():
-            for i,(d,before) in enumerate(owners):
-                for k,v in d.items():
-                    if type(v) in _plain: continue
-                    if i==0 and k in _results: before[k] = None
-                    elif isinstance(v, (tuple,list,dict,deque)) and (c:=without_graph(v)) is not None: before[k] = c
+            for i,(_,before) in enumerate(owners):
+                for k,v in before.items():
+                    if (kind:=kinds[type(v)]) is None: continue
+                    if kind is Tensor:
+                        if v.grad_fn is None: places[i,k] = v
+                        else: before[k] = v.detach()
+                    elif (c:=without_graph(v)) is not None: before[k] = c
                     elif type(v) in _in_place:
                         within = [o for o in inside(v) if type(o) in _in_place]
                         containers += [f for o in (v, *within) if (f:=noted(o))]
                         places.update({(i,k,j): t for j,t in enumerate(inside(v)) if isinstance(t, Tensor) and t.grad_fn is None})
-                    elif isinstance(v, Tensor):
-                        if v.grad_fn is None: places[i,k] = v
-                        else: before[k] = v.detach()
             batch = getattr(learn, 'xb', ()),getattr(learn, 'yb', ())
             places.update({j: t for j,t in enumerate(_all_tensors(batch)) if t.grad_fn is None})
             return owners,containers,self.tensors.note(places),self.random.note()

@@ -102,7 +102,8 @@ draws = {
     'gauss': lambda: random.gauss(0, 1), 'beta': lambda: np.random.beta(0.4, 0.4), 'one Gaussian': np.random.randn,
     'three Gaussians': lambda: np.random.randn(3).tolist(), 'permutation': lambda: np.random.permutation(9).tolist(),
     'byte': lambda: np.random.bytes(1), 'many': lambda: np.random.rand(2*624).tolist(),
-    'seed': lambda: np.random.seed(3) or np.random.rand()}
+    'seed': lambda: np.random.seed(3) or np.random.rand(), 'many of Python': lambda: [random.random() for _ in range(624)],
+    'bits': lambda: random.getrandbits(5)}
 
 @pytest.mark.parametrize('began', [0,1,2])
 @pytest.mark.parametrize('name', draws)
@@ -119,6 +120,18 @@ def test_random_numbers_drawn_again_are_the_same(name, began):
             if i==3: np.random.shuffle([*range(9)]) # what an attempt draws need not be what the next one draws
             state.put_back(before)
             assert draw()==first
+
+@pytest.mark.parametrize('seed,draw', [(random.seed, random.random), (np.random.seed, np.random.rand)])
+def test_each_seed_is_noted(seed, draw):
+    "Right after it a generator has drawn nothing, whatever the seed"
+    state = RandomState()
+    for i in range(4):
+        seed(i)
+        before = state.note()
+        first = draw()
+        state.put_back(before)
+        assert draw()==first
+        seed(i+1) # by a callback, before the next batch
 
 class Draws(nn.Module):
     "Notes what was drawn in each forward pass, as an object that is not put back"
