@@ -359,7 +359,7 @@ def _numpy_mark():
 _readable = _python_mark()[:2]==operator.itemgetter(-1,1)(random.getstate()[1])
 
 class _Twister:
-    "A Mersenne twister: its state takes long to copy, and training seldom draws from it. The mark is cheap, and tells whether something did"
+    "A Mersenne twister: copying its state takes long, and training seldom draws from it. The mark is cheap, and changes where something does"
     def __init__(self, get_state, mark, holds_more=lambda state: False):
         self.get_state,self.mark,self.holds_more,self.last,self.state = get_state,mark,holds_more,None,None
 
