@@ -105,6 +105,7 @@ def decide(self:Attempts,
 ) -> Next:
     "What comes after it; the details are in `self.next`"
     record,batches = self.making.record,self.making.batches
+    batches.model_state.watch_modes(batches.noted)
     if record.possible and outcome is not Outcome.fine: # what one rank cannot run again, none does
         record.possible = not any(self.ranks.read([int(not batches.can_run_again())]))
     self.next = what_next(record, outcome, batches.attempt.scale)

@@ -44,25 +44,26 @@ class Entry:
         self.leave()
         modules = [m for m in dict.fromkeys((*unwrapped(model), *model.modules())) if not isinstance(m, _without)]
         compiled = [m for m in modules if m.__dict__.get('_compiled_call_impl') is not None]
-        self.gates = [*(_Gate(self, m, 'forward') for m in modules), *(_Gate(self, m, '_compiled_call_impl') for m in compiled)]
+        gates = [*(_Gate(self, m, 'forward') for m in modules), *(_Gate(self, m, '_compiled_call_impl') for m in compiled)]
+        self.gates = [(g.attrs,g.attr,g.own,g) for g in gates] # side by side in memory
         self.model = model
         self.place()
 
     # at each forward pass, for all modules
     def place(self):
         "Put the stand-ins in"
-        for g in self.gates: g.attrs[g.attr] = g
+        for attrs,k,_,g in self.gates: attrs[k] = g
     def clear(self):
         "Take them out for a forward pass"
-        for g in self.gates:
-            if g.own is None: g.attrs.pop(g.attr, None)
-            else: g.attrs[g.attr] = g.own
+        for attrs,k,own,_ in self.gates:
+            if own is None: attrs.pop(k, None)
+            else: attrs[k] = own
     def leave(self):
         "Give the modules their own `forward` back"
-        for g in self.gates:
-            if g.attrs.get(g.attr) is not g: continue
-            if g.before is None: del g.attrs[g.attr]
-            else: g.attrs[g.attr] = g.before
+        for attrs,k,_,g in self.gates:
+            if attrs.get(k) is not g: continue
+            if g.before is None: del attrs[k]
+            else: attrs[k] = g.before
         self.gates,self.model,self.depth = [],None,0
 
     def call(self,

@@ -157,7 +157,22 @@ def _cast_all(ts, dtype):
 
 class _HalfCopies(torch.autograd.Function):
     "Half-precision copies of fp32 masters, all by one multi-tensor copy; so are their gradients on the way back"
-    generate_vmap_rule = True # with `setup_context` apart, `torch.func` can take it
+    @staticmethod
+    def forward(ctx, dtype, graph, *masters):
+        ctx.set_materialize_grads(False)
+        ctx.graph = graph
+        return tuple(_cast_all(masters, dtype))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        some = [g for g in grads if g is not None]
+        # a graph of the gradients themselves (`create_graph`) needs a cast that can be differentiated
+        some = iter([g.float() for g in some] if torch.is_grad_enabled() else _cast_all(some, torch.float32))
+        return None,None,*(None if g is None else next(some) for g in grads)
+
+class _HalfCopiesInFunc(_HalfCopies):
+    "As the transforms of `torch.func` need it: slower, since torch binds the arguments to a signature"
+    generate_vmap_rule = True
     @staticmethod
     def forward(dtype, graph, *masters): return tuple(_cast_all(masters, dtype))
 
@@ -166,12 +181,7 @@ class _HalfCopies(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.graph = inputs[1]
 
-    @staticmethod
-    def backward(ctx, *grads):
-        some = [g for g in grads if g is not None]
-        # a graph of the gradients themselves (`create_graph`) needs a cast that can be differentiated
-        some = iter([g.float() for g in some] if torch.is_grad_enabled() else _cast_all(some, torch.float32))
-        return None,None,*(None if g is None else next(some) for g in grads)
+_in_func = getattr(torch._C, '_are_functorch_transforms_active', lambda: True) # private in torch
 
 class _Graph:
     "Lives as long as a forward pass of `plan` or its autograd graph; with the last of them the stand-ins go"
@@ -199,7 +209,7 @@ def _buckets(ps):
 def _half_copies(ps, dtype, graph):
     "Each of `ps` with its copy"
     for some in _buckets(ps):
-        copies = _HalfCopies.apply(dtype, graph, *some)
+        copies = (_HalfCopiesInFunc if _in_func() else _HalfCopies).apply(dtype, graph, *some)
         # as soon as its gradients are there: backward, what came first waits for all others.
         # Private in torch; without it they only come later
         getattr(copies[0].grad_fn, '_set_sequence_nr', noop)(2**63)

@@ -10,7 +10,6 @@ import math,sys,warnings
 from collections import Counter
 from contextlib import contextmanager,nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
 from weakref import ref
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
@@ -201,7 +200,6 @@ def read(self:Watch,
     self.finite = self.error is None and not any(values[o[0]] for o in ends)
 
 # %% ../nbs/10_rerun.ipynb #48107301
-_requires_grad = attrgetter('requires_grad')
 _most_bytes = 2**30 # of inputs and targets that are kept for accumulated gradients
 not_faults = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
               CancelTrainException, CancelValidException)
@@ -230,7 +228,7 @@ class Batches:
         self.learn,self.entry,self.ranks,self.model_state,self.learner_state = learn,entry,ranks,model_state,learner_state
         self.model,self.noted,self.batches,self.attempt,self.in_memory,self.bytes = model_state.model,model_state.note(),[],None,True,0
         some = model_state.trained[:4]+model_state.trained[-4:] # all have gradients, or none has
-        self.trains,self.zeros = [*map(_requires_grad, model_state.params)],any(p.grad is not None for p in some)
+        self.zeros = any(p.grad is not None for p in some)
         self.weights = model_state.weights()
         self.left,self.changed = [],[] # modules' attributes when the last batch ended; what callbacks have written there since, by batch
 
@@ -283,11 +281,6 @@ class Batches:
         if not self.learn.training: return # a validation amid accumulated gradients
         for p in self.model_state.params: p.grad = torch.zeros_like(p) if self.zeros and p.grad is not None else None
 
-    def _modes_back(self):
-        self.model_state.modes_back(self.noted)
-        for p,trains in zip(self.model_state.params, self.trains):
-            if p.requires_grad!=trains: p.requires_grad_(trains)
-
     def run(self,
         f, # Works on one batch
         attempt:Attempt, # How it runs
@@ -296,7 +289,7 @@ class Batches:
         "Run all batches from the first; what `f` does in the last one goes through"
         self.attempt,self.entry.plan = attempt,attempt.plan
         self.put_back()
-        self._modes_back()
+        self.model_state.modes_back(self.noted)
         if attempt.plan is None: self.model_state.replaced(cast_floats)
         for self.at in range(self.at if rest else 0, len(self.batches)):  # noqa: B020
             self.learner_state.put_back(self.batches[self.at])

@@ -27,11 +27,12 @@ def detached(
     "`t`, without a graph if it is a tensor that has one"
     return t.detach() if isinstance(t, Tensor) and t.grad_fn is not None else t
 
+def _from(o, n, rest): o[n:] = rest
+
 def _list(o):
-    n,copy = len(o),None if len(o)>_long else [detached(v) for v in o] if len(o)<=_inner else list(o)
-    def put_back():
-        if copy is None: del o[n:]
-        else: o[:] = copy
+    if len(o)>_long: return partial(_from, o, len(o), ())
+    copy = [detached(v) for v in o] if len(o)<=_inner else list(o)
+    def put_back(): o[:] = copy
     return put_back
 
 def _copy(o):
@@ -126,7 +127,7 @@ class _Tensors:
 # %% ../nbs/07_snapshot.ipynb #52ffa5ff
 _torchs = {*vars(nn.Module()), 'forward', '_compiled_call_impl'} # what torch itself keeps in each module, and the places of stand-ins
 _rescan = 256 # steps
-_training,_version = operator.itemgetter('training'),operator.attrgetter('_version')
+_training,_version,_requires_grad = operator.itemgetter('training'),*map(operator.attrgetter, ('_version','requires_grad'))
 _hooks = [k for k in vars(nn.Module()) if '_hooks' in k]
 
 def _modules(o, name='', seen=None):
@@ -138,6 +139,8 @@ def _modules(o, name='', seen=None):
         if not isinstance(o, (Learner,Callback)): yield name,o # these belong to the learner's side
         for k,v in vars(o).items():
             if isinstance(v, nn.Module): yield from _modules(v, f'{name}.{k}')
+
+def _buffers(m): return m._buffers if isinstance(m._buffers, dict) else dict(m.named_buffers(recurse=False)) # TorchScript holds them itself
 
 def _is_expanded(t): return t.layout==torch.strided and any(n>1 and step==0 for n,step in zip(t.shape, t.stride()))
 
@@ -171,7 +174,7 @@ class ModelState:
     ):
         self.model,self.loss_func = model,loss_func
         owners = {id(m): (n,m) for root,name in ((model,''), (loss_func,'loss_func')) for n,m in _modules(root, name)}.values()
-        self.named = [(n,d) for n,m in owners for d in (vars(m),*([m._buffers] if isinstance(m, nn.Module) else []))]
+        self.named = [(n,d) for n,m in owners for d in (vars(m),*([_buffers(m)] if isinstance(m, nn.Module) else []))]
         self.dicts = [d for _,d in self.named]
         self.modules = [m for _,m in owners if isinstance(m, nn.Module)]
         self.attrs = [vars(m) for m in self.modules if 'training' in vars(m)] # not those of TorchScript
@@ -183,7 +186,7 @@ class ModelState:
         own = set(self.trained)
         parts = [ps for m in model.children() if (ps := [p for p in m.parameters() if p in own])] or [self.trained]
         self.least = [min(ps, key=lambda p: p.numel()) for ps in parts[::len(parts)//8+1] if ps] # the smallest weight of some parts
-        self.at,self.few = None,[]
+        self.at,self.few,self.toggles = None,[],False
 
     def _scan(self):
         "Where there are tensors and containers, which may change in place; and which attributes may change at all"
@@ -192,13 +195,16 @@ class ModelState:
         self.containers = [(d,k) for d,k,v in own if type(v) in _in_place or isinstance(v, tuple) and _all_tensors(v)]
         self.empty = [(d,k) for d,k,v in own if v is None]
         self.size = sum(map(len, self.dicts))
-        settings = {id(vars(m)) for m in self.modules if _is_settings(m)} if self.n else () # at first, hooks may have yet to write to them
-        self.changeable = [d for d in self.dicts if d and id(d) not in settings]
+        settings = {id(vars(m)) for m in self.modules if _is_settings(m)}
+        self.changeable = [d for d in self.dicts if d and (not self.n or d.keys()-_torchs and id(d) not in settings)] # at first, nearly all
+        copied = {*map(id, self.changeable)}
+        self.others = [(d,{*d}) for d in self.dicts if id(d) not in copied]
 
     def note(self):
         "What there is at the start of a step: `put_back` takes it"
         late = self.n and (self.size!=sum(map(len, self.dicts)) or any(d.get(k) is not None for d,k in self.empty))
-        if late or self.n<3 or self.n%_rescan==0: self._scan()
+        looks = self.n<3 or self.n%_rescan==0
+        if late or looks: self._scan()
         self.n += 1
         dicts = [(d,d.copy()) for d in self.changeable]
         joined,large = self._noted_tensors(dicts)
@@ -209,8 +215,8 @@ class ModelState:
             elif v is not None: values.append(v)
         values += [o for v in values for o in inside(v) if type(o) in _in_place]
         large.update({(id(v),i): t for v in values for i,t in enumerate(inside(v)) if isinstance(t, Tensor) and t.grad_fn is None})
-        modes = [*map(_training, self.attrs)]
-        res = dicts,[f for v in values if (f:=noted(v))],joined,self._noted_hooks(),modes,self.tensors.note(large)
+        modes = self._modes() if looks or self.toggles else None
+        res = dicts,self.others,[f for v in values if (f:=noted(v))],joined,self._noted_hooks(),modes,self.tensors.note(large)
         if self.watched is None and self.n==1: self.first = res,[(t,_mark(t)) for g,*_ in joined for t in g]
         return res
 
@@ -235,21 +241,34 @@ class ModelState:
         noted:tuple # From `note`
     ):
         "All as it was when it was `noted`; an attribute that is new goes"
-        dicts,containers,joined,hooks,_,large = noted
+        dicts,others,containers,joined,hooks,_,large = noted
         for d,before in dicts:
             for k in [k for k in d if k not in before and k not in _torchs]: del d[k]
             d.update({k: v for k,v in before.items() if k not in _torchs and d.get(k, noted) is not v})
+        for d,keys in others:
+            for k in [k for k in d if k not in keys and k not in _torchs]: del d[k]
         for f in containers: f()
         for g,*copies in joined:
             for t,c in zip(g, _apart(*copies)): _write(t, c)
         self._put_hooks_back(*hooks)
         self.tensors.put_back(large)
 
+    def _modes(self): return [*map(_training, self.attrs)],[*map(_requires_grad, self.params)]
+
+    def watch_modes(self,
+        noted:tuple # From `note`
+    ):
+        "Learn, in the middle of a batch, whether batches change them: few do, and noting them takes long"
+        if noted[-2] is not None and noted[-2]!=self._modes(): self.toggles = True
+
     def modes_back(self,
         noted:tuple # From `note`
     ):
-        "Training or evaluation, as it was. After a skip the user's own code goes on and sets it itself"
-        for attrs,training in zip(self.attrs, noted[-2]): attrs['training'] = training
+        "Training or evaluation, and what is trained, as it was. After a skip the user's own code goes on and sets it itself"
+        if noted[-2] is None: return
+        for attrs,training in zip(self.attrs, noted[-2][0]): attrs['training'] = training
+        for p,trains in zip(self.params, noted[-2][1]):
+            if p.requires_grad!=trains: p.requires_grad_(trains)
 
     def attributes(self) -> list: # Of dicts and their copies
         "What modules and loss function hold now; a tensor of a graph would keep that alive"
@@ -308,7 +327,7 @@ def _watch(self:ModelState):
     "What has changed in the first step, was finite before, and is no statistic of a norm, which the loss tells of"
     self.watched = []
     if self.first is None: return
-    (dicts,_,joined,*_,(marks,copies,_)),small = self.first
+    (dicts,_,_,joined,*_,(marks,copies,_)),small = self.first
     moved = {id(t) for t,mark in small if _mark(t)!=mark} | {id(t) for k,(t,mark) in marks.items() if _mark(t)!=mark}
     first = {id(t): c for g,*copies in joined for t,c in zip(g, _apart(*copies))}
     first.update({id(t): copies[k] for k,(t,_) in marks.items() if k in copies})
@@ -345,21 +364,28 @@ def replaced(self:ModelState,
     for _,d in self.named: d.update({k: replace(v, f) for k,v in d.items() if k not in _torchs and any(f(t) is not t for t in tensors(v))})
 
 # %% ../nbs/07_snapshot.ipynb #ab2384b3
+_bit_generator = getattr(np.random, 'get_bit_generator', object)
+
 def _python_mark():
     inst = random.random.__self__
-    at = id(inst)+object.__basicsize__ # behind its header, CPython has the position and the 624 numbers
-    return c_int32.from_address(at).value,c_uint32.from_address(at+8).value,inst.gauss_next # the first number is the same after each seed
+    at = id(inst)+object.__basicsize__ # behind its header, CPython has the position and 624 numbers; each seed gives the same first one
+    position,number = c_int32.from_address(at),c_uint32.from_address(at+8)
+    if (position.value,number.value)!=operator.itemgetter(-1,1)(inst.getstate()[1]): return object
+    return lambda: (position.value,number.value,inst.gauss_next)
 
 def _numpy_mark():
-    gen = np.random.get_bit_generator() if hasattr(np.random, 'get_bit_generator') else None
-    if type(gen).__name__!='MT19937': return object()
-    at = gen.ctypes.state_address # of 624 numbers and the position in them
-    return at,c_uint32.from_address(at+4).value,c_int32.from_address(at+4*624).value
-
-_readable = _python_mark()[:2]==operator.itemgetter(-1,1)(random.getstate()[1])
+    of,views = None,()
+    def mark():
+        nonlocal of,views
+        gen = _bit_generator()
+        if gen is not of:
+            at = gen.ctypes.state_address if type(gen).__name__=='MT19937' else None # of 624 numbers and the position in them
+            of,views = gen,() if at is None else (c_uint32.from_address(at+4),c_int32.from_address(at+4*624))
+        return [v.value for v in views] or object()
+    return mark
 
 class _Twister:
-    "A Mersenne twister: copying its state takes long, and training seldom draws from it. The mark is cheap, and changes where something does"
+    "A Mersenne twister: copying its state takes long, and training seldom draws from it. The mark is cheap, and changes if something does"
     def __init__(self, get_state, mark, holds_more=lambda state: False):
         self.get_state,self.mark,self.holds_more,self.last,self.state = get_state,mark,holds_more,None,None
 
@@ -372,8 +398,7 @@ class RandomState:
     "The state of Python's, numpy's and torch's random number generators, those of the present devices included"
     def __init__(self):
         def has_gaussian(state): return isinstance(state, tuple) and state[3] # a second one, which can be drawn without a trace in the mark
-        self.python = _Twister(random.getstate, _python_mark if _readable else object)
-        self.numpy = _Twister(np.random.get_state, _numpy_mark, has_gaussian)
+        self.python,self.numpy = _Twister(random.getstate, _python_mark()),_Twister(np.random.get_state, _numpy_mark(), has_gaussian)
 
     def note(self):
         "The present states, for `put_back`"
@@ -400,16 +425,31 @@ class _Kinds(dict):
         self[cls] = kind = Tensor if issubclass(cls, Tensor) else list if is_container else None
         return kind
 
+_events = ['before_batch', *(f'{when}_{what}' for what in ('pred','loss','backward','step') for when in ('before','after'))]
+
+@functools.cache
+def _is_still(cls):
+    "Is it a callback of fastai's that does nothing in a batch? A `Recorder` comes after it"
+    if issubclass(cls, MixedPrecision): return True # what it does has a way of its own to run again
+    return cls.__module__.startswith('fastai.') and not any(hasattr(cls, o) for o in _events)
+
 class LearnerState:
     "What a batch may change in a learner and its callbacks: attributes, containers, inputs that are written to, random numbers"
     def __init__(self,
         learn:Learner # In a fit or a validation
-    ): self.learn,self.tensors,self.random,self.kinds = learn,_Tensors(),RandomState(),_Kinds()
+    ): self.learn,self.tensors,self.random,self.kinds,self.lengths = learn,_Tensors(),RandomState(),_Kinds(),{}
+
+    def _noted(self, o):
+        "As `noted`, but a long list that has grown since the last batch is a log: nobody writes to what it was before"
+        if type(o) is not list: return noted(o)
+        n,self.lengths[id(o)] = self.before.get(id(o), math.inf),len(o)
+        return partial(_from, o, n, o[n:]) if _inner<n<len(o) else noted(o)
 
     def note(self):
         "What there is when all callbacks have prepared a batch: `put_back` takes it"
         learn,kinds,containers,places = self.learn,self.kinds,[],{}
-        owners = [(vars(o),vars(o).copy()) for o in (learn, *learn.cbs) if not isinstance(o, MixedPrecision)]
+        self.before,self.lengths = self.lengths,{}
+        owners = [(vars(o),vars(o).copy()) for o in (learn, *learn.cbs) if o is learn or not _is_still(type(o))]
         owners[0][1].update({k: None for k in _results if k in owners[0][1]})
         with torch._C.DisableTorchFunction():
             for i,(_,before) in enumerate(owners):
@@ -420,8 +460,7 @@ class LearnerState:
                         else: before[k] = v.detach()
                     elif (c:=without_graph(v)) is not None: before[k] = c
                     elif type(v) in _in_place:
-                        within = [o for o in inside(v) if type(o) in _in_place]
-                        containers += [f for o in (v, *within) if (f:=noted(o))]
+                        containers += [self._noted(o) for o in (v, *inside(v)) if type(o) in _in_place]
                         places.update({(i,k,j): t for j,t in enumerate(inside(v)) if isinstance(t, Tensor) and t.grad_fn is None})
             batch = getattr(learn, 'xb', ()),getattr(learn, 'yb', ())
             places.update({j: t for j,t in enumerate(_all_tensors(batch)) if t.grad_fn is None})
@@ -435,7 +474,8 @@ class LearnerState:
         for d,before in owners:
             for k in d.keys()-before.keys(): del d[k]
             d.update(before)
-        for f in containers: f()
+        for f in containers:
+            if f is not None: f()
         with torch._C.DisableTorchFunction(): self.tensors.put_back(tensors)
         self.random.put_back(random)
 

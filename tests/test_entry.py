@@ -2,7 +2,7 @@
 import copy,io,pickle
 import pytest,torch
 import torch.nn.functional as F
-from fastai.basics import Callback,Learner,SGD,nn,partial,set_seed
+from fastai.basics import Callback,Learner,SGD,nn,noop,partial,set_seed
 from fastai.callback.training import GradientAccumulation
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -216,13 +216,15 @@ def test_a_traced_part_of_a_model_computes_in_half_precision():
     class Traced(Net):
         def __init__(self):
             super().__init__()
-            self.enc = torch.jit.trace(nn.Sequential(nn.Linear(8,16), nn.ReLU()), torch.zeros(2,8))
+            self.enc = torch.jit.trace(nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU()), torch.randn(2,8))
         def forward(self, x):
             x = self.enc(x)
             self.dtype = x.dtype
             return self.head(x)
-    learn = fit(make(Learner, Learner.to_fp16_dynamic, Traced), 1)
-    assert learn.model.dtype==torch.float16
+    a,b = [fit(make(Learner, to, Traced), 1) for to in (noop, partial(Learner.to_fp16_dynamic, init_scale=2.**24))]
+    assert b.model.dtype==torch.float16 and b.mixed_precision.n_rerun
+    counts = [dict(o.model.named_buffers())['enc.1.num_batches_tracked'] for o in (a,b)]
+    assert counts[0]==counts[1] # validations count as well: it was traced in training
 
 @pytest.mark.parametrize('how', ['deepcopy','pickle','torch.save'])
 def test_a_copy_made_in_the_middle_of_a_fit_is_a_module_of_its_own(how):
