@@ -86,7 +86,7 @@ loop and callbacks around nothing.
 
 {step_cost.table(res)}
 
-{' '.join(_missed(res['rows']))} What is left is forward and backward pass, in which all compute the same, but for norms: on a CPU ours
+{' '.join(_missed(res['rows']))} What is left is noting the start of each step, so that it can run again, and norms: on a CPU ours
 alone casts to fp32 around them, since CPUs lose digits in half-precision norms. Rest of the step means all that is dispatched outside
 forward and backward pass: unscaling, clipping, the check for overflow, the optimizer, noting norm statistics, and fastai's own
 bookkeeping. Reads are those of numbers; on a GPU fastai's `Recorder` copies the loss besides, once a batch, in all rows of fastai's loop.
