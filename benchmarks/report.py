@@ -86,10 +86,11 @@ loop and callbacks around nothing.
 
 {step_cost.table(res)}
 
-{' '.join(_missed(res['rows']))} What is left is noting the start of each step, so that it can run again, and norms: on a CPU ours
-alone casts to fp32 around them, since CPUs lose digits in half-precision norms. Rest of the step means all that is dispatched outside
-forward and backward pass: unscaling, clipping, the check for overflow, the optimizer, noting norm statistics, and fastai's own
-bookkeeping. Reads are those of numbers; on a GPU fastai's `Recorder` copies the loss besides, once a batch, in all rows of fastai's loop.
+{' '.join(_missed(res['rows']))} What is left is noting the start of each step, so that it can run again,
+stand-ins that come and go, and norms: on a CPU ours alone casts to fp32 around them, since CPUs lose digits in half-precision norms.
+Rest of the step means all that is dispatched outside forward and backward pass: unscaling, clipping, the check for overflow,
+the optimizer, noting norm statistics, and fastai's own bookkeeping. Reads are those of numbers;
+on a GPU fastai's `Recorder` copies the loss besides, once a batch, in all rows of fastai's loop.
 `to_non_native_fp16` runs with `clip=1` and `max_loss_scale=2**16`, since it would skip the first steps of each fit at its 2^24. In its
 16th step and every 256th from there on ours runs the batch once more; medians do not see that, [diagnosis.json](diagnosis.json) does."""
 

@@ -130,7 +130,7 @@ _rescan = 256 # steps
 _training,_version,_requires_grad = operator.itemgetter('training'),*map(operator.attrgetter, ('_version','requires_grad'))
 _hooks = [k for k in vars(nn.Module()) if '_hooks' in k]
 
-def _modules(o, name='', seen=None):
+def _modules(o, name=''):
     "The modules and other holders of attributes in a model or a loss function, by name"
     if isinstance(o, nn.Module): yield from ((f'{name}.{n}'.strip('.'), m) for n,m in o.named_modules())
     elif hasattr(o, '__self__') and not isinstance(o, type): yield from _modules(o.__self__, name) # a method
@@ -242,11 +242,9 @@ class ModelState:
     ):
         "All as it was when it was `noted`; an attribute that is new goes"
         dicts,others,containers,joined,hooks,_,large = noted
-        for d,before in dicts:
-            for k in [k for k in d if k not in before and k not in _torchs]: del d[k]
-            d.update({k: v for k,v in before.items() if k not in _torchs and d.get(k, noted) is not v})
-        for d,keys in others:
+        for d,keys in (*dicts,*others):
             for k in [k for k in d if k not in keys and k not in _torchs]: del d[k]
+        for d,before in dicts: d.update({k: v for k,v in before.items() if k not in _torchs and d.get(k, noted) is not v})
         for f in containers: f()
         for g,*copies in joined:
             for t,c in zip(g, _apart(*copies)): _write(t, c)
