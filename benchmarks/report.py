@@ -89,10 +89,20 @@ loop and callbacks around nothing.
 {' '.join(_missed(res['rows']))} What is left is noting the start of each step, so that it can run again,
 stand-ins that come and go, and norms: on a CPU ours alone casts to fp32 around them, since CPUs lose digits in half-precision norms.
 Rest of the step means all that is dispatched outside forward and backward pass: unscaling, clipping, the check for overflow,
-the optimizer, noting norm statistics, and fastai's own bookkeeping. Reads are those of numbers;
+the optimizer, noting what the batch may change, and fastai's own bookkeeping. Reads are those of numbers;
 on a GPU fastai's `Recorder` copies the loss besides, once a batch, in all rows of fastai's loop.
 `to_non_native_fp16` runs with `clip=1` and `max_loss_scale=2**16`, since it would skip the first steps of each fit at its 2^24. In its
 16th step and every 256th from there on ours runs the batch once more; medians do not see that, [diagnosis.json](diagnosis.json) does."""
+
+def _diagnosis():
+    res = read('diagnosis')
+    look,report = [f'{q[1]:.2g} ({q[0]:.2g} to {q[2]:.2g})' for q in (res['look_in_steps'],res['report_in_steps'])]
+    return f"""## What a look and a report cost
+
+{res['machine']}, {res['rounds']} rounds. {res['depth']} linear layers of {res['width']} numbers, {res['steps']} steps of {res['ms_per_step']:.1f} ms at
+batch size {res['bs']}. A fit that could run batches again, and does not have to, takes {res['fit_with_over_without']:.3f} times as long as one under
+`rerun=False`, the looks at its predictions included. Such a look (does fp32 predict the same?) takes {look} steps, a whole report
+with a row for each module {report}."""
 
 def _gpu():
     found = "There is no result yet: no GPU was at hand. What the script does is tested with toys on a CPU."
@@ -176,6 +186,6 @@ twenty would be).
 
 {convergence.table(res)}"""
 
-def make(): return '\n\n'.join(o() for o in (_intro, _short, _ends, _steps, _gpu, _bf16, _memory, _accumulated, _policies, _growth))+'\n'
+def make(): return '\n\n'.join(o() for o in (_intro, _short, _ends, _steps, _diagnosis, _gpu, _bf16, _memory, _accumulated, _policies, _growth))+'\n'
 
 if __name__=='__main__': (here/'README.md').write_text(make())

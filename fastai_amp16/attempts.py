@@ -78,12 +78,12 @@ def attempt(self:Attempts,
     "Run the batch once; is it done?"
     try:
         go()
-        return self.learn is None or self.training or self.is_valid() # a callback may have taken this one away
+        return self.learn is None or self.training or self.judge_pred() # a callback may have taken this one away
     except Left: return False
     except CancelBatchException: # the gradients wait for more: `GradientAccumulation` does this all the time
         if self.step_norm is not None: self.rescale(grad_params(self.learn.opt)) # they were unscaled already
         elif self.training and self.making and not self.making.summed: self.making = None # there are no gradients, so no step has begun
-        elif self.training and self.is_lost(): return False
+        elif self.training and self.judge_micro_batch(): return False
         if self.training and self.making: self.making.batches.wait()
         raise
     except (*not_faults, torch.OutOfMemoryError): raise
@@ -136,9 +136,9 @@ def raised(self:Attempts,
     if making.passes is not None or making.record.in_fp32 or not self.rerun: return None # in the optimizer, or in fp32
     making.error = e
     if self.ranks.size==1: return None if self.decide(Outcome.broken) is Next.skip else False
-    if self.training: return self.finish(f)
-    self.ranks.ddp.require_forward_param_sync = False # the buffers have come already; the forward pass would have set it
-    return None if self.is_valid(raised=True) else False
+    if self.training: return self.run_for_others(f)
+    self.ranks.keep_buffers()
+    return None if self.judge_pred(raised=True) else False
 
 @patch
 def by_itself(self:Attempts,
@@ -153,7 +153,7 @@ def by_itself(self:Attempts,
     return None,echo.n
 
 @patch
-def finish(self:Attempts,
+def run_for_others(self:Attempts,
     f # Works on one batch
 ):
     "The others wait for this rank's gradients: make some, in fp32, so that no backward pass is left half-way. Then all look into it"
@@ -163,13 +163,13 @@ def finish(self:Attempts,
         for p in self.plan.params: p.grad = None
         return None
     _,done = self.by_itself(self.plan, f) # collectives that the others do not wait for any more
-    self.ranks.ddp.require_forward_param_sync = False # the buffers have come already; this forward pass sets it to True again
+    self.ranks.keep_buffers()
     def rest():
         with Echo(done): batches.run(f, Attempt(None), rest=True)
     return self.attempt(rest, f)
 
 @patch
-def finishes(self:Attempts) -> bool:
+def runs_for_others(self:Attempts) -> bool:
     "Has this rank raised something, and runs only for the sake of the others?"
     return self.ranks.size>1 and self.making.error is not None
 
@@ -196,11 +196,11 @@ def compare(self:Attempts):
 
 # %% ../nbs/15_attempts.ipynb #3e46f54f
 @patch
-def is_lost(self:Attempts):
+def judge_micro_batch(self:Attempts):
     "Is the loss of this batch, whose gradients wait for others, not finite? Then all since the last step run again"
     making = self.making
     if making is None or making.bad is None or making.record.lost or not self.rerun: return False
-    bad,raised = self.ranks.read([making.bad, int(self.finishes())])
+    bad,raised = self.ranks.read([making.bad, int(self.runs_for_others())])
     if math.isfinite(bad) and not raised: return False
     if raised: making.record.asks_first = False # all ranks look into it
     what = self.decide(Outcome.broken)
@@ -208,7 +208,7 @@ def is_lost(self:Attempts):
     return what is not Next.skip
 
 @patch
-def is_valid(self:Attempts,
+def judge_pred(self:Attempts,
     raised=False # What was raised, or has this batch raised something?
 ):
     "Outside training: are prediction and loss finite? fastai reads them anyway"

@@ -17,8 +17,8 @@ from .precision import PrecisionPlan,unwrap
 from .clip import GradientNormClip
 from .entry import Entry
 from .grads import grad_params,grad_values,scale_grads
-from .scaler import DynamicScaler
-from .snapshot import LearnerState,ModelState
+from .scaler import DynamicScaler,require
+from .snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
 from .ranks import Ranks
 from .step import Next,Outcome
 from .rerun import Left
@@ -26,9 +26,6 @@ from .history import History,plot_history
 from .attempts import Attempts
 
 # %% ../nbs/16_callback.ipynb #2359c25d
-def _check(ok, name, value, allowed):
-    if not ok: raise ValueError(f"DynamicMixedPrecision: {name}={value!r} is not possible; it must be {allowed}.")
-
 def emulates_bf16(
     device:torch.device # Of the model
 ) -> bool:
@@ -53,9 +50,9 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','ranks','making','states','resumed','others')
-    plan = ranks = making = states = resumed = step_norm = None
-    others,randoms,skipped,met,looks_outside_a_fit = (),(),False,False,False
+    _stateattrs = ('plan','ranks','making','states','resumed','others','unrecorded')
+    plan = ranks = making = states = resumed = step_norm = unrecorded = None
+    others,randoms,skipped,met = (),(),False,False
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
     __signature__ = None # the one of `__init__`, and not that of the class above
 
@@ -69,9 +66,10 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
         **kwargs
     ):
         modes = [o.value for o in AMPMode]
-        _check(amp_mode in (*modes,*AMPMode), 'amp_mode', amp_mode, ' or '.join(map(repr, modes)))
-        _check(on_spiral in ('heal','warn','raise'), 'on_spiral', on_spiral, "'heal', 'warn' or 'raise'")
-        _check(isinstance(patience, int) and patience>0, 'patience', patience, 'a whole number above 0')
+        who = type(self).__name__
+        require(amp_mode in (*modes,*AMPMode), who, 'amp_mode', amp_mode, ' or '.join(map(repr, modes)))
+        require(on_spiral in ('heal','warn','raise'), who, 'on_spiral', on_spiral, "'heal', 'warn' or 'raise'")
+        require(isinstance(patience, int) and patience>0, who, 'patience', patience, 'a whole number above 0')
         store_attr('keep_fp32,on_spiral,patience,rerun')
         self.amp_mode,self.kwargs = AMPMode(amp_mode),kwargs
         self.scaler = DynamicScaler('cpu', enabled=self.amp_mode==AMPMode.FP16, **kwargs)
@@ -92,7 +90,7 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
     @property
     def autocast(self):
         "As fastai's `MixedPrecision` has it: a context that others may enter"
-        return torch.autocast(self.plan.device_type if self.plan else 'cuda', dtype=self.dtype)
+        return torch.autocast(next(self.learn.model.parameters()).device.type, dtype=self.dtype)
     @property
     def n_skipped(self) -> int:
         "Steps skipped so far"
@@ -185,6 +183,12 @@ def before_validate(self:DynamicMixedPrecision): self.meet()
 def before_train(self:DynamicMixedPrecision):
     self.meet()
     self.log.epoch_start = len(self.log.steps)
+    if self.resumed and hasattr(self.learn, 'skip_to_epoch'): set_learner_random_states(self.learn, self.resumed) # with a `start_epoch`
+    self.resumed = None
+
+@patch
+def after_epoch(self:DynamicMixedPrecision):
+    if self.learn._fitting and self.ranks and self.ranks.size>1: self.randoms = self.ranks.gather(learner_random_states(self.learn))
 
 # %% ../nbs/16_callback.ipynb #bac3e8b3
 @patch
@@ -232,7 +236,7 @@ def _judge(self:DynamicMixedPrecision, params):
     if scale!=1: scale_grads(grads+others, 1/scale)
     norm = get_total_norm(grads)
     signs = making.batches.model_state.verdict(norm.device),0 if bad is None else bad,0*get_total_norm(others) if others else 0
-    norm,spoilt,bad,others,raised,silent = self.ranks.read([norm, *signs, int(self.finishes()), int(making.silent)])
+    norm,spoilt,bad,others,raised,silent = self.ranks.read([norm, *signs, int(self.runs_for_others()), int(making.silent)])
     norm /= self.ranks.size
     if math.isfinite(norm+spoilt+others) and not raised and not silent: return Outcome.fine,norm
     if raised: making.record.asks_first = False # all ranks look into it
@@ -244,7 +248,7 @@ def _take(self:DynamicMixedPrecision, norm):
     making,record = self.making,self.making.record
     scale = making.batches.attempt.scale
     self.log.add(scale, record.reruns, False, norm)
-    if record.possible or scale!=self.scaler.get_scale() or not record.reruns: self.scaler.took(scale)
+    self.scaler.took(scale)
     self.scales.append(scale)
     self.step_norm,making.passes,making.done = norm,making.batches.entry.passes,True
 
@@ -334,8 +338,13 @@ def after_batch(self:DynamicMixedPrecision):
     lost = self.skipped or self.making is not None and self.making.record.lost # the latter where its gradients wait for others
     if not self.training or not lost or not hasattr(self.learn, 'recorder') or self.loss is None: return
     if math.isfinite(self.ranks.read([0*self.loss.detach().float().sum()])[0]): return # the recorder of each rank gathers those of all
-    self.learn.yb = () # fastai's recorder passes over a batch without targets
+    if self.recorder.run: self.unrecorded,self.recorder.run = self.recorder,False
     if not hasattr(self.learn, 'smooth_loss'): self.learn.smooth_loss = self.recorder.smooth_loss.value # others read it
+
+@patch
+def record_again(self:DynamicMixedPrecision):
+    "The batch is over: the recorder, which passed over it, goes on"
+    if self.unrecorded: self.unrecorded.run,self.unrecorded = True,None
 
 @patch
 def after_fit(self:DynamicMixedPrecision): self.plan = self.states = None # made anew for the next: until then anybody may change the model

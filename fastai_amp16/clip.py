@@ -11,6 +11,7 @@ from fastai.basics import *
 from fastai.callback.training import GradientClip
 from torch.nn.utils import get_total_norm,clip_grads_with_norm_
 from .grads import grad_params,grad_values,read_all,scale_grads
+from .scaler import require
 
 # %% ../nbs/06_clip.ipynb #826906d9
 class GradientNormClip(Callback):
@@ -28,8 +29,7 @@ class GradientNormClip(Callback):
         norm_type:float=2. # Order of the norm; `math.inf` for the largest absolute value
     ):
         for k,v in dict(max_norm=max_norm, norm_type=norm_type).items():
-            if not (isinstance(v, Real) and v>0):
-                raise ValueError(f"GradientNormClip: {k}={v!r} is not possible; it must be a number above 0.")
+            require(isinstance(v, Real) and v>0, 'GradientNormClip', k, v, 'a number above 0')
         store_attr()
         self._norms,self._knows = [],None
 

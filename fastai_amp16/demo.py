@@ -100,7 +100,7 @@ def train(
     bs:int=64, # Batch size
     seed:int=0, # Of validation set, weights and shuffling
     counts:bool=False # `RegNetY` on raw counts, as `spiral` has it, instead of `small_cnn`?
-) -> tuple: # The learner, and a dict with accuracy, skipped steps, last loss scale and seconds
+) -> tuple: # The learner, and a dict with accuracy, skipped steps, reruns, last loss scale and seconds
     "Train on the digits"
     set_seed(seed, reproducible=True)
     dls,model = digits_dls(bs, seed, counts),RegNetY() if counts else small_cnn()
@@ -109,8 +109,9 @@ def train(
     start = time.perf_counter()
     learn.fit_one_cycle(epochs, lr)
     mp = getattr(learn, 'mixed_precision', None)
-    return learn,{'precision': precision, 'accuracy': learn.recorder.values[-1][-1], 'skipped steps': mp.n_skipped if mp else 0,
-                  'loss scale': mp.scaler.get_scale() if mp else 1., 'seconds': time.perf_counter()-start}
+    skipped,reruns,scale = (mp.n_skipped,mp.n_rerun,mp.scaler.get_scale()) if mp else (0,0,1.)
+    return learn,{'precision': precision, 'accuracy': learn.recorder.values[-1][-1], 'skipped steps': skipped, 'reruns': reruns,
+                  'loss scale': scale, 'seconds': time.perf_counter()-start}
 
 # %% ../nbs/19_demo.ipynb #238a820e
 def picture(

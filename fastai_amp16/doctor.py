@@ -14,14 +14,15 @@ from weakref import ref
 from fastai.basics import *
 from fastai.callback.channelslast import ChannelsLast
 from .nested import half_types,tensors
-from .precision import PrecisionPlan,convs,unwrap
-from .report import as_html,listed
+from .precision import convs,unwrap
+from .report import as_html,colors,listed,styler
 from .rerun import Attempt,loss_name
 from .diagnose import diagnose,heal,is_bad
 from .callback import emulates_bf16
 from .learner import looking,running,training_case
 
 # %% ../nbs/18_doctor.ipynb #086315b4
+_colors = dict(error='red', warning='amber', speed='blue', info='grey')
 _severities = dict(error='will fail', warning='may fail or be wrong', speed='slower than it could be', info='good to know')
 
 def _keep_code(names, dtype):
@@ -82,19 +83,15 @@ class Checkup(list):
     __repr__ = __str__
 
     def _repr_html_(self):
-        "Colours that go with a light and a dark page: the text's own, and transparent ones behind it"
-        e,colors = escape,dict(error='218,54,51', warning='210,153,34', speed='56,139,253', info='128,128,128')
-        res = [f'<div style="color:inherit"><p><b>{e(self.sentence)}</b></p>']
+        def code(s): return f'<code style="white-space:pre-wrap">{escape(s)}</code>'
+        res = [f'<p><b>{escape(self.sentence)}</b></p>']
         if self:
-            cell = 'padding:.25em .6em;text-align:left;vertical-align:top'
-            res.append('<table style="border-collapse:collapse;color:inherit;font-size:inherit"><tbody>')
-            for o in self:
-                what = f'{as_html(o.fact)}<br><code style="white-space:pre-wrap">{e(o.remedy)}</code>'
-                cells = ''.join(f'<td style="{cell}">{v}</td>' for v in (f'<b>{o.severity}</b>', e(o.where), what))
-                res.append(f'<tr style="background:rgba({colors[o.severity]},.18)">{cells}</tr>')
-            res.append('</tbody></table>')
-        if self.remedy: res.append(f'<p>All that is to be kept in fp32, at once: <code>{e(self.remedy)}</code></p>')
-        return ''.join(res)+'</div>'
+            rows = [(o.severity, o.where, as_html(o.fact)+'<br>'+code(o.remedy)) for o in self]
+            df = pd.DataFrame(rows, columns=['how bad','where','what'])
+            res.append(styler(df, df, self).format('<b>{}</b>', 'how bad').format(escape='html', subset='where')
+                .apply(lambda row: [f"background-color:rgba({colors[_colors[row['how bad']]]},.18)"]*len(row), axis=1).to_html())
+        if self.remedy: res.append(f'<p>All that is to be kept in fp32, at once: {code(self.remedy)}</p>')
+        return f'<div style="color:inherit">{"".join(res)}</div>'
 
 # %% ../nbs/18_doctor.ipynb #0923ebeb
 # what changes shape, place or type of numbers at most
@@ -147,9 +144,9 @@ class _Exam:
     "What the checks look at: the operations of a batch, and what half precision makes of them"
     def __init__(self, case, device):
         self.case,self.device,self.dtype,self.model,self.learn = case,device,case.dtype,case.model,case.learn
-        self.kind,self.max = str(case.dtype).split('.')[-1],torch.finfo(case.dtype).max
+        self.kind,self.max = case.kind,torch.finfo(case.dtype).max
         self.modules = dict(case.model.named_modules())
-        self.plan = PrecisionPlan(case.model, case.dtype, case.keep)
+        self.plan = case.plan
         trace = _Trace()
         run = case.batches.look(case.f, Attempt(backward=False), inside=lambda n: True, note=trace)
         if run.error is not None: raise run.error # it is not precision

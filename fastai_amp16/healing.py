@@ -105,7 +105,7 @@ def after_look(self:Healing,
     reports, # Of `PrecisionReport`
     healed, # Does something help?
     lost, # Could fp32 not do it either?
-    raised, # What was raised, or has this batch raised something?
+    raised, # What the batch has raised, in words, by rank
     silent # Were predictions wrong without a sign?
 ):
     "The attempt that comes after a diagnosis"
@@ -135,9 +135,9 @@ def asking(self:Healing,
     batches = Batches(self.learn, entry, self.ranks, *self.states)
     batches.add()
     batches.attempt = Attempt(self.plan, self.scaler.get_scale(), counts=False)
-    self.making,self.looks_outside_a_fit = Making(batches, StepRecord()),not self.learn._fitting
+    self.making = Making(batches, StepRecord())
     try: yield
-    finally: self.making,self.looks_outside_a_fit = None,False
+    finally: self.making = None
 
 @patch
 def names(self:Healing) -> list:

@@ -16,7 +16,7 @@ from .report import PrecisionReport
 from .entry import Entry
 from .rerun import Left
 from .scaler import DynamicScaler
-from .snapshot import LearnerState,ModelState
+from .snapshot import LearnerState,ModelState,learner_random_states,noted
 from .diagnose import diagnose
 from .callback import DynamicMixedPrecision
 
@@ -84,7 +84,7 @@ def _backward(learn, f):
     f()
     if not (mp := running(learn)) or not mp.making: return
     mp.making.summed = True
-    if mp.looks_outside_a_fit: raise Left
+    if not (mp.making.batches.attempt.counts or learn._fitting): raise Left # there is no step outside a fit
 
 def _step(learn, f):
     mp = running(learn)
@@ -105,7 +105,9 @@ _around = {'fit':_fit, 'validate':_standing, 'batch':_batch, 'backward':_backwar
 def _with_events(self:Learner, f, event_type, ex, final=noop):
     "fastai's own, which every part of a fit runs through"
     around = _around.get(event_type)
-    _with_events_fp32(self, partial(around, self, f) if around else f, event_type, ex, final)
+    try: _with_events_fp32(self, partial(around, self, f) if around else f, event_type, ex, final)
+    finally:
+        if event_type=='batch' and (mp := running(self)): mp.record_again()
 
 Learner._with_events.fastais = _with_events_fp32
 
@@ -134,7 +136,8 @@ def _use(learn, cb):
 def to_fp16_dynamic(self:Learner, **kwargs):
     """Train in fp16 with `DynamicMixedPrecision`, in place of any mixed precision that was there; `to_fp32` ends it
 
-    Returns the learner. Raises `ValueError` for invalid arguments now; for an unsuitable model or optimizer, when `fit` starts."""
+    Returns the learner. Raises `ValueError` now, for invalid arguments and an unsuitable model; for an unsuitable
+    optimizer, when `fit` starts."""
     return _use(self, DynamicMixedPrecision(amp_mode='fp16', **kwargs))
 
 @patch
@@ -151,14 +154,14 @@ def to_bf16_dynamic(self:Learner,
 
 # %% ../nbs/17_learner.ipynb #13d0d3c2
 def _loader_state(dl):
-    "What taking a batch changes in fastai's data loaders: attributes, lists and generators of random numbers, but no data"
+    "What taking a batch changes in fastai's data loaders: attributes and what is in these, but no data"
     todo,seen = [dl],{}
     while todo:
         o = todo.pop()
         if id(o) in seen or not type(o).__module__.startswith(('fastai.','fastcore.')): continue
         seen[id(o)] = o
         yield vars(o)
-        todo += vars(o).values()
+        todo += [v for k,v in vars(o).items() if k!='dataset']
 
 @contextmanager
 def unchanged(
@@ -166,26 +169,21 @@ def unchanged(
     dl=None # A data loader, which may give batches as well
 ):
     "A context in which batches of `learn` may run, of which nothing remains"
-    owners = [vars(o) for o in (learn, *learn.cbs, *learn.model.modules())]+list(_loader_state(dl))
+    owners = [vars(o) for o in (learn, *learn.cbs)]+list(_loader_state(dl))
     before,grads = [(d,d.copy()) for d in owners],[(p,p.grad) for p in learn.model.parameters()]
-    lists = [(v,v.copy()) for d in owners for v in d.values() if isinstance(v, (list,dict))]
-    generators = [(v,v.getstate()) for d in owners for v in d.values() if isinstance(v, random.Random)]
+    containers = [f for d in owners for v in d.values() if (f:=noted(v))]
     classes = [(m,type(m)) for m in learn.model.modules()]
     lazy = [(m._parameters,k,deepcopy(p)) for m,_ in classes for k,p in m._parameters.items() if p is not None and is_lazy(p)]
     model,state = ModelState(learn.model, learn.loss_func),LearnerState(learn)
-    noted = model.note(),state.note()
+    models,states = model.note(),state.note()
     def put_back():
-        model.put_back(noted[0])
-        state.put_back(noted[1])
+        model.put_back(models)
+        model.modes_back(models)
+        state.put_back(states)
         for d,c in before:
             for k in d.keys()-c.keys(): del d[k]
             d.update(c)
-        for v,c in lists:
-            if isinstance(v, list): v[:] = c
-            else:
-                v.clear()
-                v.update(c)
-        for v,c in generators: v.setstate(c)
+        for f in containers: f()
         for m,cls in classes:
             if type(m) is not cls: m.__class__ = cls # a lazy module that has found its sizes
         for d,k,p in lazy: d[k] = p
@@ -208,7 +206,7 @@ def training_case(
     with unchanged(learn, dl):
         learn._looks = True
         mp,entry = running(learn) or _use(learn, DynamicMixedPrecision()).mixed_precision,vars(learn).get('_entry') or Entry()
-        fresh = b is not None or not learn._fitting or not hasattr(learn, 'xb')
+        stood,fresh = entry.model is not None,b is not None or not learn._fitting or not hasattr(learn, 'xb')
         if fresh: # else the batch at hand
             learn._split(to_device(b if b is not None else dl.one_batch() if hasattr(dl, 'one_batch') else first(dl), device))
             learn.training = learn.model.train().training
@@ -223,7 +221,7 @@ def training_case(
                 case.backward = case.backward and any(p.requires_grad for p in case.model.parameters())
                 yield case
         finally:
-            if '_entry' not in vars(learn): entry.leave()
+            if not stood: entry.leave()
 
 @patch
 def diagnose_fp16(self:Learner,
@@ -235,38 +233,6 @@ def diagnose_fp16(self:Learner,
     if looking(self): return # a callback that asks for a report is part of it
     with training_case(self, b) as case: return diagnose(case, inside=lambda n: True)
 
-# %% ../nbs/17_learner.ipynb #56dcdbe3
-def _shuffling(learn):
-    "The generator of random numbers that shuffles fastai's training batches, if one does"
-    loaders = getattr(learn.dls, 'loaders', None)
-    return getattr(vars(loaders[0]).get('dl', loaders[0]), 'rng', None) if loaders else None # inside a `DistributedDL`
-
-def _random_state(learn):
-    "The state of all random number generators, as lists and tensors that `weights_only=True` loads"
-    res,rng = get_random_states(),_shuffling(learn)
-    kind,keys,*rest = res['numpy_state']
-    return {'all': {**res, 'numpy_state': (kind,keys.tolist(),*rest)}, 'shuffling': rng and rng.getstate()}
-
-def _set_random_state(learn, state):
-    res,rng = state['all'],_shuffling(learn)
-    cuda = [o.cpu() for o in res['torch_cuda_state']][:torch.cuda.device_count()]
-    set_random_states(**{**res, 'torch_state':res['torch_state'].cpu(), 'torch_cuda_state':cuda})
-    if rng and state['shuffling']: rng.setstate(state['shuffling'])
-
-_before_train = _fastais(DynamicMixedPrecision, 'before_train')
-
-@patch
-def before_train(self:DynamicMixedPrecision):
-    _before_train(self)
-    if self.resumed and hasattr(self.learn, 'skip_to_epoch'): _set_random_state(self.learn, self.resumed) # a fit with a `start_epoch`
-    self.resumed = None
-
-DynamicMixedPrecision.before_train.fastais = _before_train
-
-@patch
-def after_epoch(self:DynamicMixedPrecision):
-    if self.learn._fitting and self.ranks and self.ranks.size>1: self.randoms = self.ranks.gather(_random_state(self.learn))
-
 # %% ../nbs/17_learner.ipynb #febe9b86
 class _OptAndMore:
     "What `opt` is while a checkpoint is saved or loaded: the optimizer, the scaler of `mp`, and the random state"
@@ -274,7 +240,7 @@ class _OptAndMore:
     def state_dict(self):
         mp = self.mp
         return {**self.opt.state_dict(), 'scaler':mp.scaler.state_dict(), 'healing':{'promoted':mp.promoted, 'vain':mp.log.vain},
-                'random':mp.resumed or {**_random_state(mp.learn), 'ranks':list(mp.randoms[1:])}}
+                'random':mp.resumed or {**learner_random_states(mp.learn), 'ranks':list(mp.randoms[1:])}}
     def load_state_dict(self, sd):
         sd,mp = dict(sd),self.mp
         scaler,random,healing = [sd.pop(k, None) for k in ('scaler','random','healing')]

@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _python_dispatch
 from types import MethodType
 from fastcore.basics import noop,patch
-from fastcore.foundation import L
 from fastcore.xtras import is_listy
 from .nested import cast_floats,half_types
 
@@ -73,7 +72,7 @@ def find_modules(
 ) -> dict: # Dotted name to module
     "The modules of `model` that `which` names; an entry that names none is a `ValueError` that lists near matches"
     res = {}
-    for o in L(which) if is_listy(which) else [which]:
+    for o in as_list(which):
         test = _matcher(o)
         found = [(n,m) for n,m in model.named_modules() if test(n,m)]
         if not found:
@@ -347,10 +346,10 @@ class PrecisionPlan:
             else: attrs['forward'] = before
 
     def place(self,
-        stand_ins:list=None # Some of `stand_ins`; `None`: all
+        stand_ins:list # Some of `stand_ins`, or all
     ):
         "Put the stand-ins in the place of `forward`, until `release`"
-        for o in self.stand_ins.values() if stand_ins is None else stand_ins:
+        for o in stand_ins:
             attrs = o.module.__dict__
             if attrs.get('forward') is not o: o.before,attrs['forward'] = attrs.get('forward'),o
             o.placed = True
@@ -424,7 +423,9 @@ class ForwardPass:
         if frozen: masters.update(zip(frozen, _cast_all([p.detach() for p in frozen], plan.dtype)))
         for d,n,p in self.slots: d[n] = masters[p]
         self.copies,self.marks = masters,_marks(masters.values())
-        torch.backends.mha.set_fastpath_enabled(False) # it takes weights and inputs of one dtype only, and does not know of autocast
+        # torch's fast path takes weights and inputs of one dtype only, and does not know of autocast. The switch is one for all threads:
+        # those that run meanwhile compute the same, by the other path
+        torch.backends.mha.set_fastpath_enabled(False)
         torch.autocast(plan.device_type, dtype=plan.dtype).__enter__() # `close` leaves it
 
     def finish(self):
@@ -453,11 +454,9 @@ class ForwardPass:
 # %% ../nbs/02_precision.ipynb #3b94e02e
 @patch
 @contextmanager
-def forward_pass(self:PrecisionPlan,
-    until_backward:bool=True # Keep the stand-ins in place while an autograd graph lives, for activation checkpoints to be recomputed?
-):
+def forward_pass(self:PrecisionPlan):
     "A context for one forward pass: autocast is on, half-precision copies of the weights are in place, norms and kept modules are in fp32"
-    run = ForwardPass(self, until_backward=until_backward)
+    run = ForwardPass(self, until_backward=True)
     try:
         run.open()
         yield self

@@ -15,7 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from .grads import read_all
-from .precision import Modes,unwrapped
+from .precision import Modes,guarded,unwrapped
 
 # %% ../nbs/08_ranks.ipynb #2dde1cd9
 # Private in torch: an operation of `c10d` returns a `Work`, which nothing public creates; it gets its group and its reduction as opaque C++
@@ -235,17 +235,13 @@ def _silenced(ddp):
         waits = ddp.reducer.get_backward_stats()!=came
         if waits or ran: _recover(ddp, waits)
     try:
-        try:
-            vars(ddp).update({k: switches[k] for k in before})
-            recorded = not ddp.static_graph or before.get('_static_graph_delay_allreduce_enqueued', True)
-            if not recorded or _finds_unused(ddp):
-                params = [p for p in ddp.parameters() if p.requires_grad]
-                handles.append(register_multi_grad_hook(params, (lambda grad: ran.append(True)) if recorded else _too_early, mode='any'))
-            yield
-        finally: put_back()
-    except BaseException: # a Ctrl-C may have stopped it half-way
-        put_back()
-        raise
+        vars(ddp).update({k: switches[k] for k in before})
+        recorded = not ddp.static_graph or before.get('_static_graph_delay_allreduce_enqueued', True)
+        if not recorded or _finds_unused(ddp):
+            params = [p for p in ddp.parameters() if p.requires_grad]
+            handles.append(register_multi_grad_hook(params, (lambda grad: ran.append(True)) if recorded else _too_early, mode='any'))
+        yield
+    finally: guarded(nullcontext, put_back)
 
 # %% ../nbs/08_ranks.ipynb #afe0a8fc
 class Ranks:
@@ -284,6 +280,10 @@ class Ranks:
         res = [None]*self.size
         dist.all_gather_object(res, o, group=self.group)
         return res
+
+    def keep_buffers(self):
+        "The next forward pass sends no buffers: they have come already in this batch. It sets the switch back by itself"
+        self.ddp.require_forward_param_sync = False
 
     def forget(self):
         "Drop what PowerSGD has kept of gradients that were not used: it would spoil all that come"

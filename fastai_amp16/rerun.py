@@ -6,7 +6,7 @@
 __all__ = ['loss_name', 'not_faults', 'Left', 'Attempt', 'Seen', 'Frame', 'Watch', 'Batches']
 
 # %% ../nbs/10_rerun.ipynb #1be94172
-import math,sys,warnings
+import math,sys
 from collections import Counter
 from contextlib import contextmanager,nullcontext
 from dataclasses import dataclass
@@ -267,7 +267,7 @@ class Batches:
 
     def can_run_again(self) -> bool:
         "Can all that happened since the start of the step be put back?"
-        if not self.in_memory or self.model_state.lost(self.noted) or any(map(self.learner_state.lost, self.batches)): return False
+        if not self.in_memory or self.model_state.is_stuck(self.noted) or any(map(self.learner_state.is_stuck, self.batches)): return False
         (*marks,few),(*before,copy) = self.model_state.weights(),self.weights
         return marks==before and all(map(torch.equal, few, copy))
 
@@ -321,8 +321,7 @@ def look(self:Batches,
     def run():
         grads = nullcontext() if attempt.backward else torch.no_grad()
         # the last context: a Ctrl-C at the end of the block may come before that one is left
-        with self.ranks.alone(), _eager(), grads, watch, warnings.catch_warnings(), nullcontext():
-            warnings.simplefilter('ignore') # the batch has given its warnings already
+        with self.ranks.alone(), _eager(), grads, watch, nullcontext():
             try: self.run(batch, attempt)
             except (Left,*not_faults): pass
             except Exception as e: watch.error,watch.open = e.with_traceback(None),watch.stack[-1] if watch.stack else None

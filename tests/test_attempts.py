@@ -154,6 +154,18 @@ def test_the_recorder_sees_each_batch_once():
     assert rb.smooth_loss.count==ra.smooth_loss.count==30 and len(rb.losses)==30 and rb.iters==ra.iters and rb.lrs==ra.lrs
     assert rb.values[-1][0]==pytest.approx(ra.values[-1][0], rel=2e-2) and all(o.isfinite() for o in rb.losses)
 
+def test_callbacks_after_the_recorder_see_a_skipped_batch_whole():
+    "It is no part of the averages, and everything else of it is there, to the last callback; the recorder goes on with the next batch"
+    class Last(Callback):
+        order = 90
+        def before_fit(self): self.seen = []
+        def after_batch(self): self.seen.append((self.training, len(self.y), self.loss.isfinite().item(), self.recorder.run))
+    learn = fit(classifier(lambda: net(Big), fp16, [Last(), Poison({6}, 'forward')]), 2)
+    train = [o for o in learn.last.seen if o[0]]
+    assert all(n>0 for _,n,*_ in train) and len(train)==30
+    assert sum(not run for *_,run in learn.last.seen)==sum(not finite for _,_,finite,_ in train)>0
+    assert learn.recorder.run and len(learn.recorder.losses)==sum(finite for _,_,finite,_ in train)
+
 def test_activation_statistics_are_of_the_run_that_counts():
     from fastai.callback.hook import ActivationStats
     a,b = [fit(classifier(lambda: net(Big), to, [ActivationStats(with_hist=False), Outlier(4)]), 1) for to in (fp32, hot)]
@@ -392,7 +404,7 @@ def test_skipped_is_a_bool_of_the_present_step():
 
 @pytest.mark.parametrize('acc', [1,2])
 def test_while_nothing_overflows_no_batch_runs_again(acc):
-    "Over 600 steps: two forward passes besides the batches' own, and nothing that they do is noticed"
+    "Over 600 steps: three forward passes besides the batches' own, and nothing that they do is noticed"
     n = 600 if acc==1 else 80
     def run(to):
         learn = classifier(lambda: net(Plain), to, [GradientAccumulation(16*acc), Early(-5)], n=n, lr=1e-3)

@@ -201,6 +201,13 @@ def test_optimizer_of_another_model():
     learn.create_opt()
     fit(learn)
 
+def test_autocast_is_that_of_the_models_device():
+    "Also before and after a fit, where nobody is at work"
+    learn = learner().to_fp16_dynamic()
+    for _ in range(2):
+        with learn.mixed_precision.autocast: assert torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu')==torch.float16
+        fit(learn, 1)
+
 def test_emulated_bf16(monkeypatch):
     "The hardware is made up, the decision is not"
     from fastai_amp16.callback import emulates_bf16

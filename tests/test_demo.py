@@ -14,7 +14,7 @@ def test_command(tmp_path):
     res = subprocess.run([exe, '--epochs', '1', '--out', tmp_path/'x.png'], capture_output=True, text=True)
     assert res.returncode==0 and 'Warning' not in res.stderr
     table = res.stdout[res.stdout.index(' precision'):res.stdout.index('raw counts')]
-    assert table.splitlines()[0].split()==['precision','accuracy','skipped','steps','loss','scale','seconds']
+    assert table.splitlines()[0].split()==['precision','accuracy','skipped','steps','reruns','loss','scale','seconds']
     for p in precisions: assert p in table
     assert 'valid_loss' in res.stdout and '100.00%' in res.stdout # fastai's progress bars
     assert str(tmp_path/'x.png') in res.stdout and (tmp_path/'x.png').read_bytes()[:4]==b'\x89PNG'

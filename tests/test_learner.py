@@ -1,12 +1,12 @@
 "Asking for a report leaves no trace, before a fit, in it and after it; what healing found goes with the learner wherever it goes"
-import copy,linecache,logging,math,random,sys,threading
+import copy,linecache,logging,math,random,sys,threading,warnings
 from collections import Counter,deque
 from types import SimpleNamespace
 import numpy as np
 import pytest,torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from fastai.basics import Callback,DataLoader,DataLoaders,Learner,load_learner,nn,set_seed
+from fastai.basics import Callback,DataLoader,DataLoaders,Learner,load_learner,nn,noop,set_seed
 from fastai.callback.mixup import MixUp
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import LMDataLoader,LMTensorText
@@ -188,6 +188,26 @@ def test_loggers_data_and_other_peoples_objects_are_left_alone():
     learn.diagnose_fp16()
     assert log.level==logging.ERROR and big[0]==1 and (other.n,other.by)==(1,{'a':1})
     assert learn.model.log is log and learn.model.big is big and learn.model.other is other
+
+def test_a_long_log_and_a_data_set_are_left_alone():
+    "No copy of them is made, and what another thread writes there meanwhile stays"
+    from fastai.data.core import TfmdDL,TfmdLists
+    items = [(torch.randn(8),torch.randn(1)) for _ in range(32)]
+    dl = TfmdDL(TfmdLists(items, [noop]), bs=8)
+    learn,log = learner(),[0]*10**5
+    learn.mine = log
+    with unchanged(learn, dl):
+        dl.one_batch()
+        dl.dataset.items[0],log[5] = items[1],1
+    assert dl.dataset.items[0] is items[1] and log[5]==1
+
+@pytest.mark.filterwarnings('default::RuntimeWarning')
+def test_warnings_of_other_threads_come_through():
+    def forward(x):
+        t = threading.Thread(target=lambda: warnings.warn('from elsewhere', RuntimeWarning))
+        t.start(), t.join()
+        return x
+    with pytest.warns(RuntimeWarning, match='from elsewhere'): learner(between(Do(forward))).diagnose_fp16()
 
 def test_what_a_checkpoint_computes_again_is_not_noted():
     with training_case(learner(Stateful)) as case: run = case.run()
