@@ -99,10 +99,11 @@ def _diagnosis():
     look,report = [f'{q[1]:.2g} ({q[0]:.2g} to {q[2]:.2g})' for q in (res['look_in_steps'],res['report_in_steps'])]
     return f"""## What a look and a report cost
 
-{res['machine']}, {res['rounds']} rounds. {res['depth']} linear layers of {res['width']} numbers, {res['steps']} steps of {res['ms_per_step']:.1f} ms at
-batch size {res['bs']}. A fit that could run batches again, and does not have to, takes {res['fit_with_over_without']:.3f} times as long as one under
-`rerun=False`, the looks at its predictions included. Such a look (does fp32 predict the same?) takes {look} steps, a whole report
-with a row for each module {report}."""
+{res['machine']}, {res['rounds']} rounds. {res['depth']} linear layers of {res['width']} numbers, {res['steps']} steps of
+{res['ms_per_step']:.1f} ms at batch size {res['bs']}. A fit that could run batches again, and does not have to, takes
+{res['fit_with_over_without']:.3f} times as long as one under `rerun=False`, the looks at its
+predictions included. Such a look (does fp32 predict the same?) takes
+{look} steps, a whole report with a row for each module {report}."""
 
 def _gpu():
     found = "There is no result yet: no GPU was at hand. What the script does is tested with toys on a CPU."
@@ -186,6 +187,7 @@ twenty would be).
 
 {convergence.table(res)}"""
 
-def make(): return '\n\n'.join(o() for o in (_intro, _short, _ends, _steps, _diagnosis, _gpu, _bf16, _memory, _accumulated, _policies, _growth))+'\n'
+sections = _intro,_short,_ends,_steps,_diagnosis,_gpu,_bf16,_memory,_accumulated,_policies,_growth
+def make(): return '\n\n'.join(o() for o in sections)+'\n'
 
 if __name__=='__main__': (here/'README.md').write_text(make())

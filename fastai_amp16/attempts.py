@@ -6,6 +6,7 @@
 __all__ = ['Attempts']
 
 # %% ../nbs/15_attempts.ipynb #bd69ec98
+from weakref import ref
 from fastai.basics import *
 from .nested import tensors
 from .precision import guarded
@@ -23,7 +24,7 @@ class Attempts(Healing):
     "The part of `DynamicMixedPrecision` that runs a batch as often as it takes"
 
 # %% ../nbs/15_attempts.ipynb #0be608ac
-_asked = 256 # steps between looks at whether fp32 predicts the same, and the 16th
+_asked,_first_asked = 256,16 # steps between looks at whether fp32 predicts the same, and the first of these
 
 @patch
 def begin(self:Attempts,
@@ -37,7 +38,10 @@ def begin(self:Attempts,
     if first: self.begin_step(entry, self.rerun)
     if self.making.batches.attempt.plan is None: entry.plan = None # the batches before this one ran in fp32
     if self.rerun: self.making.batches.add()
-    if first and (len(self.log.steps)+1)%_asked==16 and self.training and self.rerun: self.predict(f)
+    n = len(self.log.steps)+1
+    if first and n%_asked==_first_asked and n!=self.asked and self.training and self.rerun:
+        self.asked = n # steps may be cancelled
+        self.predict(f)
 
 @patch
 def begin_step(self:Attempts,
@@ -76,21 +80,48 @@ def attempt(self:Attempts,
     f # Works on one batch
 ):
     "Run the batch once; is it done?"
+    before = self.making.batches.entry.passes,[*map(ref, self.results())]
     try:
         go()
-        return self.learn is None or self.training or self.judge_pred() # a callback may have taken this one away
+        return self.is_judged(before[0]) or self.judge_results(before[1])
     except Left: return False
-    except CancelBatchException: # the gradients wait for more: `GradientAccumulation` does this all the time
-        if self.step_norm is not None: self.rescale(grad_params(self.learn.opt)) # they were unscaled already
-        elif self.training and self.making and not self.making.summed: self.making = None # there are no gradients, so no step has begun
-        elif self.training and self.judge_micro_batch(): return False
-        if self.training and self.making: self.making.batches.wait()
+    except not_faults as e:
+        if not self.passes_on(e, *before): return False
         raise
-    except (*not_faults, torch.OutOfMemoryError): raise
+    except torch.OutOfMemoryError: raise
     except (RuntimeError,ValueError,TypeError,ArithmeticError) as e: # others, half precision does not cause
         done = self.raised(e, f)
         if done is None: raise # not `e` from elsewhere: a frame that knew it would keep it, and the contexts in its frames, alive
         return done
+
+@patch
+def is_judged(self:Attempts,
+    passes:int, # Forward passes before this attempt
+    waits:bool=True # May the loss, which came to a backward pass, be judged later?
+) -> bool:
+    "Is what came out of the attempt known, or will it be when the step comes?"
+    making = self.making
+    if self.learn is None: return True # a callback has taken this one away
+    if not self.training: return False
+    if making is None or self.ranks.size>1: return True # the other ranks may have gone on to the step
+    return making.done or making.passes is not None or making.batches.entry.passes in (passes, making.began if waits else passes)
+
+@patch
+def passes_on(self:Attempts,
+    e:Exception, # Raised by a callback, to cancel something
+    passes:int, # Forward passes before this attempt
+    before:list # Weak references to the `results` before it
+) -> bool:
+    "May the batch be cancelled? Not for what half precision has done to its loss"
+    if not self.training: return True
+    is_batch,summed = isinstance(e, CancelBatchException),self.making and self.making.summed
+    if not self.is_judged(passes, is_batch and summed) and not self.judge_results(before): return False
+    if not is_batch: return True
+    if self.step_norm is not None: self.rescale(grad_params(self.learn.opt)) # they were unscaled already
+    elif self.making and not summed: self.making = None # there are no gradients, so no step has begun
+    elif self.judge_micro_batch(): return False # gradients wait for more: `GradientAccumulation` does this all the time
+    if self.making: self.making.batches.wait()
+    return True
 
 @patch
 def rescale(self:Attempts,
@@ -138,7 +169,7 @@ def raised(self:Attempts,
     if self.ranks.size==1: return None if self.decide(Outcome.broken) is Next.skip else False
     if self.training: return self.run_for_others(f)
     self.ranks.keep_buffers()
-    return None if self.judge_pred(raised=True) else False
+    return None if self.judge_results(raised=True) else False
 
 @patch
 def by_itself(self:Attempts,
@@ -162,8 +193,9 @@ def run_for_others(self:Attempts,
     if in_backward or self.by_itself(None, f)[0] is not None:
         for p in self.plan.params: p.grad = None
         return None
+    passes = batches.entry.passes
     _,done = self.by_itself(self.plan, f) # collectives that the others do not wait for any more
-    self.ranks.keep_buffers()
+    self.ranks.keep_buffers(batches.entry.passes-passes)
     def rest():
         with Echo(done): batches.run(f, Attempt(None), rest=True)
     return self.attempt(rest, f)
@@ -208,19 +240,27 @@ def judge_micro_batch(self:Attempts):
     return what is not Next.skip
 
 @patch
-def judge_pred(self:Attempts,
-    raised=False # What was raised, or has this batch raised something?
-):
-    "Outside training: are prediction and loss finite? fastai reads them anyway"
+def results(self:Attempts) -> list: # Of tensors
+    "Prediction and loss of the batch, or of one before it"
+    return [t for k in (('pred','loss') if len(self.learn.yb) else ('pred',)) for t in tensors(vars(self.learn).get(k))]
+
+@patch
+def judge_results(self:Attempts,
+    before=(), # Weak references to the `results` before the attempt
+    raised=False # Has this batch raised something?
+) -> bool:
+    "Where no step follows: are prediction and loss finite, or is this not to be helped?"
     record = self.making.record
     if record.lost or not self.rerun:
         self.log.vain += record.lost
         return True
-    ts = [] if raised else [*tensors(self.learn.pred), *(tensors(self.learn.loss) if len(self.learn.yb) else ())]
+    ts = [] if raised else [t for t in self.results() if not any(t is b() for b in before)]
     device = self.plan.params[0].device
     bad = ~torch.stack([t.detach().isfinite().all().to(device) for t in ts]).all() if ts else torch.tensor(raised, device=device)
     bad = self.ranks.read([bad.float()])[0]
     if not bad and not record.in_fp32: return True
     what = self.decide(Outcome.broken if bad else Outcome.fine)
-    if what is Next.skip: self.log.vain += 1
-    return what is Next.skip
+    if what is not Next.skip: return False
+    self.log.vain += 1
+    if self.training: self.making.batches.put_back()
+    return True

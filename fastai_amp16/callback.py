@@ -18,7 +18,7 @@ from .clip import GradientNormClip
 from .entry import Entry
 from .grads import grad_params,grad_values,scale_grads
 from .scaler import DynamicScaler,require
-from .snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
+from .snapshot import LearnerState,ModelState,learner_random_states,modules_beside,set_learner_random_states
 from .ranks import Ranks
 from .step import Next,Outcome
 from .rerun import Left
@@ -51,7 +51,7 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
     _stateattrs = ('plan','ranks','making','states','resumed','others','unrecorded')
-    plan = ranks = making = states = resumed = step_norm = unrecorded = None
+    plan = ranks = making = states = resumed = step_norm = unrecorded = asked = None
     others,randoms,skipped,met = (),(),False,False
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
     __signature__ = None # the one of `__init__`, and not that of the class above
@@ -132,10 +132,10 @@ def ready(self:DynamicMixedPrecision,
     if self.plan is not None and self.plan.wrapped is not learn.model: self.plan = self.states = None # and modules may be others
     if self.plan is None:
         self.plan,self.ranks = self.make_plan(learn.model),Ranks(learn.model)
-    states,now = self.states,(self.plan.model,learn.loss_func,learn)
-    if states is None or any(a is not b for a,b in zip((states[0].model,states[0].loss_func,states[1].learn), now)):
-        self.states = ModelState(self.plan.model, learn.loss_func),LearnerState(learn)
     if entry is not None:
+        states,now = self.states,(self.plan.model,learn.loss_func,learn)
+        if states is None or any(a is not b for a,b in zip((states[0].model,states[0].loss_func,states[1].learn), now)):
+            self.states = ModelState(self.plan.model, learn.loss_func, modules_beside(learn)),LearnerState(learn)
         entry.stand(learn.model)
         entry.plan = self.plan
     return self.plan
@@ -200,6 +200,7 @@ def after_loss(self:DynamicMixedPrecision): pass # autocast is off already
 
 @patch
 def before_backward(self:DynamicMixedPrecision):
+    if self.making is None: self.begin_step(vars(self.learn)['_entry'], False) # a learner's own `one_batch`, without fastai's events
     if self.making.done: self.begin_second()
     making,attempt = self.making,self.making.batches.attempt
     if not attempt.backward: raise Left
@@ -216,10 +217,13 @@ def before_backward(self:DynamicMixedPrecision):
 @patch
 def before_step(self:DynamicMixedPrecision):
     "Unscale the gradients and judge the attempt: take the step, skip it, or run again"
-    if not self.making.batches.attempt.counts: raise Left
+    making = self.making
+    if not making.batches.attempt.counts: raise Left
     params = grad_params(self.learn.opt)
-    if not params: return # the backward pass was cancelled
-    outcome,norm = self._judge(params)
+    cancelled = making.bad is None and self.ranks.size==1 # the backward pass; for what half precision has done to the loss?
+    if cancelled and not self.loss.isfinite().all(): outcome,norm = Outcome.broken,math.nan
+    elif not params: return
+    else: outcome,norm = self._judge(params)
     what = self.decide(outcome)
     if what is Next.step: self._take(norm)
     elif what is Next.skip: self._skip(outcome, norm)
@@ -287,7 +291,8 @@ def _end_if_lost(self:DynamicMixedPrecision, record):
         done,batch,batches = len(log.steps)-self.fit_start,learn.epoch*learn.n_iter+learn.iter+1,learn.n_epoch*learn.n_iter
         at = f"step {done} of {batches}" if done==batch else f"step {done} (batch {batch} of {batches})"
         last = f"last {n} batches" if n>1 else "last batch"
-        if record.lost or record.in_fp32: why = f"neither {kind} nor fp32 could use the {last}."
+        if self.making.failed: why = f"the {last} overflowed in {kind}, and the diagnosis failed."
+        elif record.lost or record.in_fp32: why = f"neither {kind} nor fp32 could use the {last}."
         elif record.static: why = f"the gradients of the {last} overflowed at the static loss scale {self.scaler.get_scale():g}."
         else: why = f"the {last} overflowed in {kind} and could not run again."
         if self.reports: why += f" {self.reports[-1].sentence}"
@@ -296,8 +301,17 @@ def _end_if_lost(self:DynamicMixedPrecision, record):
 
 # %% ../nbs/16_callback.ipynb #0b9aaf03
 @patch
-def after_cancel_step(self:DynamicMixedPrecision): # perhaps by another callback, before `before_step`
-    if self.making: self.making.done = True
+def after_cancel_step(self:DynamicMixedPrecision):
+    "Another callback may have cancelled the step before it was judged, and for what half precision has done"
+    making = self.making
+    if not making or making.done: return
+    if not making.batches.attempt.counts: raise Left
+    if making.passes is None and (params := grad_params(self.learn.opt)):
+        outcome,_ = self._judge(params)
+        what = self.decide(outcome)
+        if what not in (Next.step,Next.skip): raise Left
+        if what is Next.skip: making.batches.put_back()
+    making.done = True
 @patch
 def after_step(self:DynamicMixedPrecision): pass # the scaler was updated in `before_step`
 
@@ -357,6 +371,11 @@ def start(self:DynamicMixedPrecision,
     self.drop_step()
     self.said,self.fit_start = set(),len(self.log.steps)
     if not goes_on: self.log.vain = self.log.unsaved = 0
+
+@patch
+def undo(self:DynamicMixedPrecision):
+    "The batch was interrupted before its step was made: what the modules carry is as it was before it"
+    if self.making and not self.making.done: self.making.batches.put_back()
 
 @patch
 def drop_step(self:DynamicMixedPrecision):

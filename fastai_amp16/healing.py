@@ -24,6 +24,7 @@ class Making:
     began:int = None # Forward passes when the last backward pass began
     passes:int = None # Forward passes when the step was judged; `None` before that
     error:Exception = None # What half precision has raised
+    failed:bool = False # Has a diagnosis failed?
     silent:bool = False # Are the predictions wrong, though everything is finite?
     pred:object = None # What fp32 predicts, until that is compared
     summed:bool = False # Has a backward pass run?
@@ -65,7 +66,9 @@ def examine(self:Healing,
     lost = any(o.report and o.report.verdict in ('weights','data','divergence') for o in found)
     raised = [f"Rank {i} raised {o.raised}" for i,o in enumerate(found) if o.raised]
     for o in found:
-        if o.failure: warn(f"A batch is not finite in {self.amp_mode.value}, and the diagnosis failed: {o.failure}")
+        if not o.failure: continue
+        making.failed = True
+        warn(f"A batch is not finite in {self.amp_mode.value}, and the diagnosis failed: {o.failure}")
     quiet = ('healthy',) if self.training else ('healthy','weights','data','divergence')
     reports = merged([o.report if o.report and o.report.verdict not in quiet else None for o in found])
     self.reports += reports

@@ -10,13 +10,12 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision,ModelToHalf,NonNativeMixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.text.learner import TextLearner
-from torch.nn.parameter import is_lazy
 from .precision import PrecisionPlan,guarded
 from .report import PrecisionReport
 from .entry import Entry
-from .rerun import Left
+from .rerun import Left,not_faults
 from .scaler import DynamicScaler
-from .snapshot import LearnerState,ModelState,learner_random_states,noted
+from .snapshot import LearnerState,ModelState,learner_random_states,modules_beside,noted
 from .diagnose import diagnose
 from .callback import DynamicMixedPrecision
 
@@ -68,16 +67,17 @@ def _batch(learn, f):
     if mp is None or entry is None:
         if entry is not None: entry.leave() # mixed precision went in the middle of a fit
         return f()
-    training,done = learn.training,[]
+    training,ended = learn.training,[]
     def run():
         try: mp.run_batch(entry, f)
-        except CancelBatchException: # its gradients wait for others
-            done.append(True)
+        except not_faults as e:
+            ended.append(isinstance(e, CancelBatchException)) # its gradients wait for others
             raise
-        done.append(True)
+        ended.append(True)
     def put_back():
+        if training and not ended: mp.undo()
         mp.end_batch()
-        if training and not done and mp.learn is not None: mp.drop_step()
+        if training and not any(ended) and mp.learn is not None: mp.drop_step()
     guarded(run, put_back)
 
 def _backward(learn, f):
@@ -172,9 +172,7 @@ def unchanged(
     owners = [vars(o) for o in (learn, *learn.cbs)]+list(_loader_state(dl))
     before,grads = [(d,d.copy()) for d in owners],[(p,p.grad) for p in learn.model.parameters()]
     containers = [f for d in owners for v in d.values() if (f:=noted(v))]
-    classes = [(m,type(m)) for m in learn.model.modules()]
-    lazy = [(m._parameters,k,deepcopy(p)) for m,_ in classes for k,p in m._parameters.items() if p is not None and is_lazy(p)]
-    model,state = ModelState(learn.model, learn.loss_func),LearnerState(learn)
+    model,state = ModelState(learn.model, learn.loss_func, modules_beside(learn)),LearnerState(learn)
     models,states = model.note(),state.note()
     def put_back():
         model.put_back(models)
@@ -184,9 +182,6 @@ def unchanged(
             for k in d.keys()-c.keys(): del d[k]
             d.update(c)
         for f in containers: f()
-        for m,cls in classes:
-            if type(m) is not cls: m.__class__ = cls # a lazy module that has found its sizes
-        for d,k,p in lazy: d[k] = p
         for p,g in grads: p.grad = g
     for p,_ in grads: p.grad = None # a backward pass would add to them
     try: yield

@@ -281,9 +281,16 @@ class Ranks:
         dist.all_gather_object(res, o, group=self.group)
         return res
 
-    def keep_buffers(self):
-        "The next forward pass sends no buffers: they have come already in this batch. It sets the switch back by itself"
-        self.ddp.require_forward_param_sync = False
+    def keep_buffers(self,
+        n:int=1 # Forward passes
+    ):
+        "The next `n` forward passes send no buffers: they have come already in this batch"
+        left = iter(range(n))
+        def keep(*_): # a pass sets the switch, for the next one
+            if next(left, None) is None: handle.remove()
+            else: self.ddp.require_forward_param_sync = False
+        handle = self.ddp.register_forward_pre_hook(keep)
+        if n: self.ddp.require_forward_param_sync = False # a pass without gradients would have left it so
 
     def forget(self):
         "Drop what PowerSGD has kept of gradients that were not used: it would spoil all that come"

@@ -227,7 +227,7 @@ class Batches:
     ):
         self.learn,self.entry,self.ranks,self.model_state,self.learner_state = learn,entry,ranks,model_state,learner_state
         self.model,self.noted,self.batches,self.attempt,self.in_memory,self.bytes = model_state.model,model_state.note(),[],None,True,0
-        some = model_state.trained[:4]+model_state.trained[-4:] # all have gradients, or none has
+        some = model_state.trained[::len(model_state.trained)//8+1] # all have gradients, or none has but for layers that were never used
         self.zeros = any(p.grad is not None for p in some)
         self.weights = model_state.weights()
         self.left,self.changed = [],[] # modules' attributes when the last batch ended; what callbacks have written there since, by batch
@@ -276,10 +276,16 @@ class Batches:
         self.model_state.put_back(self.noted)
         self.drop_gradients()
 
+    @property
+    def params(self) -> list:
+        "All that may have gradients, with those of a loss function, or of anything else that the optimizer holds"
+        held = [p for pg in self.learn.opt.param_lists for p in pg] if self.learn.opt is not None else []
+        return list(dict.fromkeys((*self.model_state.all_params, *held)))
+
     def drop_gradients(self):
         "None, or zeros where the optimizer's `zero_grad` leaves zeros: these keep momentum and decay going, as in fp32"
         if not self.learn.training: return # a validation amid accumulated gradients
-        for p in self.model_state.params: p.grad = torch.zeros_like(p) if self.zeros and p.grad is not None else None
+        for p in self.params: p.grad = torch.zeros_like(p) if self.zeros and p.grad is not None else None
 
     def run(self,
         f, # Works on one batch
@@ -315,7 +321,7 @@ def look(self:Batches,
         watch.stack.clear()
         if modules:
             if not watch.handles: watch.hooks(loss_func) # only now: what is new when a batch begins is put back
-            learn.loss_func = _Watched(watch, loss_func)
+            if not isinstance(loss_func, nn.Module): learn.loss_func = _Watched(watch, loss_func) # that one has hooks
         watch.on = modules
         f()
     def run():
@@ -328,7 +334,7 @@ def look(self:Batches,
             watch.on = False
             watch.pred,loss = cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
             results = loss if len(learn.yb) and loss is not None else watch.pred
-            watch.read(results, self.model_state.params if learn.training else [], self.model_state.carried(), attempt.scale)
+            watch.read(results, self.params if learn.training else [], self.model_state.carried(), attempt.scale)
         if attempt.plan: watch.in_fp32 = {n for m,n in watch.names.items() if m in attempt.plan.in_fp32}
         return watch
     def put_back():

@@ -3,7 +3,8 @@ import gc,logging,math,threading,warnings,weakref
 import numpy as np
 import pytest,torch
 import torch.nn.functional as F
-from fastai.basics import (Callback,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,SGD,nn,partial,set_seed)
+from fastai.basics import (Callback,CancelBackwardException,CancelBatchException,CancelEpochException,CancelFitException,
+                           CancelStepException,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,SGD,nn,partial,set_seed)
 from fastai.callback.all import GradientAccumulation,GradientClip,TerminateOnNaNCallback
 from fastai.callback.rnn import ModelResetter,rnn_cbs
 from fastai.optimizer import OptimWrapper
@@ -531,3 +532,135 @@ def test_silent_overflows_are_mended_within_the_step_that_sees_them():
     mp = b.mixed_precision
     assert mp.n_skipped==0 and len(mp.history)==40 and mp.promoted and mp.history.reruns[15]>0 and mp.history.reruns[16:].sum()==0
     assert a.steps.rates==b.steps.rates
+# --- callbacks and programs that end a batch for what half precision did
+
+class Loud(nn.Module):
+    "Numbers of 1e6 in the fourth training batch"
+    n = 0
+    def forward(self, x):
+        self.n += self.training
+        return x*1e6 if self.training and self.n==4 else x
+
+class Guard(Callback):
+    "Cancels what is not finite"
+    def __init__(self, event, ex, order): 
+        self.ex,self.order = ex,order
+        setattr(self, event, self.look)
+    def look(self):
+        if not self.training: return
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if not self.loss.isfinite() or not all(g.isfinite().all() for g in grads): raise self.ex()
+
+@pytest.mark.parametrize('event,order,ex', [
+    *((*at,ex) for at in (('after_loss',0),('before_backward',5),('before_backward',55),('before_step',-5))
+      for ex in (CancelBatchException,CancelEpochException,CancelFitException)),
+    ('before_backward', 5, CancelBackwardException), ('before_step', -5, CancelStepException)])
+def test_a_guard_against_infinities_has_nothing_to_do(event, order, ex):
+    "Where fp32 is finite. Batch norms, which are before the guard, forget what it would have cancelled"
+    def make(): return nn.Sequential(nn.Linear(8,32), Loud(), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32,4))
+    a,b = [fit(classifier(make, to, [Guard(event, ex, order)]), 1) for to in (fp32,fp16)]
+    same_training(a, b)
+    assert b.mixed_precision.n_rerun==1 and b.mixed_precision.reports
+
+def test_a_guard_against_a_scale_that_is_too_high():
+    a,b = [fit(classifier(lambda: net(Plain), to, [Guard('before_step', CancelStepException, -5)]), 1) for to in (fp32,hot)]
+    same_training(a, b)
+
+def test_steps_that_are_cancelled_for_another_reason_stay_cancelled():
+    class Two(Callback):
+        order = -5
+        def before_step(self):
+            if self.iter<2: raise CancelStepException()
+    a,b = [fit(classifier(lambda: net(Big), to, [Two()]), 1) for to in (fp32,fp16)]
+    assert len(b.mixed_precision.history)==13 and b.mixed_precision.n_skipped==0 and b.steps.rates==a.steps.rates
+    assert b.recorder.values[0][-1]==pytest.approx(a.recorder.values[0][-1], rel=1e-2)
+
+def test_a_guard_has_its_way_where_fp32_is_not_finite_either():
+    guard = partial(Guard, 'after_loss', CancelBatchException, 0)
+    a,b = [fit(classifier(lambda: net(Plain), to, [guard(), Poison({3}, 'forward')]), 1) for to in (fp32,fp16)]
+    assert len(b.steps.rates)==len(a.steps.rates)==14 and b.model[1].running_var.isfinite().all()
+
+def test_a_method_that_returns_where_the_loss_is_not_finite():
+    class Own(Learner):
+        def _do_one_batch(self):
+            self.pred = self.model(*self.xb)
+            self.loss_grad = self.loss_func(self.pred, *self.yb)
+            self.loss = self.loss_grad.detach().clone()
+            if self.training and self.loss.isfinite(): self._do_grad_opt()
+    def run(to):
+        learn = classifier(lambda: nn.Sequential(nn.Linear(8,32), Loud(), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32,4)), fp32)
+        learn.__class__ = Own
+        return fit(to(learn), 1)
+    same_training(run(fp32), run(fp16))
+
+@pytest.mark.parametrize('acc', [16,32])
+@pytest.mark.parametrize('ex', [KeyboardInterrupt, torch.OutOfMemoryError, KeyError])
+@pytest.mark.parametrize('event', ['after_pred','before_backward','after_backward'])
+def test_an_interrupt_leaves_no_infinity_of_an_attempt(event, ex, acc):
+    stop = Callback()
+    def raises():
+        if stop.training and stop.iter==3: raise ex('stop')
+    setattr(stop, event, raises)
+    def make(): return nn.Sequential(nn.Linear(8,32), Loud(), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32,4))
+    learn = classifier(make, fp16, [stop, GradientAccumulation(acc)])
+    with pytest.raises(ex): fit(learn, 1)
+    assert all(b.isfinite().all() for b in learn.model.buffers()) and not any('forward' in vars(m) for m in learn.model.modules())
+
+def test_cancelled_steps_do_not_ask_again_for_predictions():
+    "Before the 16th step a look, and not one in each batch until it is made"
+    class Cancels(Callback):
+        order = -5
+        def before_step(self):
+            if 14<self.iter<40: raise CancelStepException()
+    learn = classifier(lambda: net(Plain), fp16, [Cancels()], n=45)
+    passes = Passes(learn.model)
+    fit(learn, 1)
+    assert len(learn.mixed_precision.history)==20 and passes.n==45+1
+
+# --- what others keep in modules and callbacks
+
+class Store(dict):
+    "Reads from a disk that is gone"
+    def values(self): raise OSError('gone')
+    def __getitem__(self, k): raise OSError('gone')
+
+def cyclic():
+    d = {'a':1}
+    d['me'] = d
+    return d
+
+kept = {'read-only array': lambda: np.frombuffer(b'12345678', dtype=np.uint8), 'cyclic dict': cyclic, 'store': Store,
+    'vocabulary': lambda: {i: str(i) for i in range(50000)}, 'meta': lambda: torch.zeros(3, device='meta'),
+    'float8': lambda: torch.zeros(3).to(torch.float8_e4m3fn), 'nested': lambda: torch.nested.nested_tensor([torch.ones(2)])}
+
+@pytest.mark.parametrize('where', ['module','callback','loss'])
+@pytest.mark.parametrize('what', kept)
+def test_what_others_keep_disturbs_nobody(what, where):
+    "Not where nothing overflows, and not where a scale is searched or a fault healed"
+    for act,to in ((Plain, fp16), (Plain, hot), (Big, fp16)):
+        learn = classifier(lambda act=act: net(act), to, [Outlier(4)] if to is hot else [], k=1.+1e-9, n=18)
+        vars({'module':learn.model[2], 'callback':learn.steps, 'loss':learn.loss_func}[where])['mine'] = kept[what]()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter('always')
+            fit(learn, 1)
+        assert len(learn.steps.rates)==18 and learn.mixed_precision.n_skipped==0 and not any('failed' in str(w.message) for w in told)
+
+class Several(nn.ModuleDict):
+    def forward(self, pred, y): return self['ce'](pred, y)
+
+@pytest.mark.parametrize('loss', [lambda f: f['ce'], lambda f: f if isinstance(f, nn.Module) else None,
+                                  lambda f: partial(type(f).forward, f), lambda f: next(iter(f.values()))])
+def test_a_loss_function_is_itself_in_all_runs(loss):
+    class Own(Learner):
+        def _do_one_batch(self):
+            self.pred = self.model(*self.xb)
+            self('after_pred')
+            self.loss_grad = loss(self.loss_func)(self.pred, *self.yb)
+            self.loss = self.loss_grad.detach().clone()
+            self('after_loss')
+            if self.training: self._do_grad_opt()
+    def run(to):
+        learn = classifier(lambda: net(Big), fp32, [Outlier(3)])
+        learn.__class__,learn.loss_func = Own,Several({'ce': nn.CrossEntropyLoss()})
+        return fit(to(learn), 1)
+    same_training(run(fp32), run(hot))

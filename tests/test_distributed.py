@@ -489,6 +489,25 @@ def _raises(rank, which, valid, sync):
                          ids=['one-train','one-valid','all-train','all-valid','one-train-sync_bn'])
 def test_what_raises_in_half_precision_is_healed_on_all_ranks(ranks, which, valid, sync): ranks(_raises, which, valid, sync)
 
+class Twice(Callback):
+    "A second call of the model, as R-Drop makes it, before which all ranks have had the buffers of rank 0 twice"
+    def __init__(self, on): self.on = on
+    def after_pred(self):
+        if not self.training: return
+        raises = self.model.module[3]
+        raises.on = self.on and self.train_iter==2
+        again = self.model(*self.xb)
+        raises.on = False
+        self.learn.pred = (self.pred+again)/2
+
+def _raises_in_a_second_call(rank, which):
+    learn = steps_of_fp32(rank, 3, lambda: [Twice(rank in which)], model=raising)
+    ran_again(learn, [2], 6)
+    assert learn.mixed_precision.promoted==['3'] and not learn.model._forward_pre_hooks
+
+@pytest.mark.parametrize('which', [[0],[1],[0,1]])
+def test_what_raises_in_a_second_call_of_the_model(ranks, which): ranks(_raises_in_a_second_call, which)
+
 def _raises_in_the_loss(rank):
     "The forward pass is complete, and the others wait for a backward pass"
     learn = steps_of_fp32(rank, 3, lambda: [Poison({2}, 'precision')] if rank else [], model=detour, loss_func=refuses)

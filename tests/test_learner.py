@@ -204,7 +204,7 @@ def test_a_long_log_and_a_data_set_are_left_alone():
 @pytest.mark.filterwarnings('default::RuntimeWarning')
 def test_warnings_of_other_threads_come_through():
     def forward(x):
-        t = threading.Thread(target=lambda: warnings.warn('from elsewhere', RuntimeWarning))
+        t = threading.Thread(target=lambda: warnings.warn('from elsewhere', RuntimeWarning, stacklevel=1))
         t.start(), t.join()
         return x
     with pytest.warns(RuntimeWarning, match='from elsewhere'): learner(between(Do(forward))).diagnose_fp16()

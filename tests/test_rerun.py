@@ -2,7 +2,7 @@
 import math,threading,warnings,weakref
 from collections import deque
 import pytest,torch
-from fastai.basics import (Callback,Learner,nn,partial,set_seed)
+from fastai.basics import Callback,Learner,nn,partial,set_seed
 from fastai.callback.all import GradientAccumulation,MixUp
 from fastai_amp16 import rerun
 from fastai_amp16.all import AdamW16,GradientNormClip
@@ -279,3 +279,143 @@ def test_within_the_bound_all_accumulated_batches_run_again():
     fit(learn, 1)
     h = learn.mixed_precision.history
     assert not h.skipped.any() and h.reruns[0]>0 and passes.n>=24+8*h.reruns.sum()
+# --- what else may hold gradients, modules or learning rates
+
+class Scaled(nn.Module):
+    "A loss function with weights of its own"
+    def __init__(self):
+        super().__init__()
+        self.t,self.c = nn.Parameter(torch.ones(1)),nn.Parameter(torch.zeros(4))
+    def forward(self, pred, y): return nn.functional.cross_entropy(pred*self.t+self.c, y)
+
+@pytest.mark.parametrize('act,steps,acc', [(Plain, [2], 16), (Big, [], 16), (Big, [], 48), (Refuses, [3], 48)])
+def test_weights_of_a_loss_function_have_the_gradients_of_the_run_that_counts(act, steps, acc):
+    class Grads(Callback):
+        order = 11
+        def before_fit(self): self.seen = []
+        def before_step(self): self.seen.append(self.loss_func.c.grad.clone())
+    def run(to):
+        set_seed(3)
+        loss = Scaled()
+        learn = classifier(lambda: net(act), fp32, [Grads(), Outlier(*steps), GradientAccumulation(acc)], n=6)
+        learn.loss_func,learn.splitter = loss,lambda m: [list(m.parameters()),list(loss.parameters())]
+        return fit(to(learn), 1)
+    a,b = run(fp32),run(fp16)
+    same_training(a, b)
+    assert b.mixed_precision.n_rerun>0
+    torch.testing.assert_close(torch.stack(b.grads.seen), torch.stack(a.grads.seen), rtol=3e-2, atol=1e-3)
+
+class Adversarial(Learner):
+    "Learns from inputs that were made worse"
+    def _do_one_batch(self):
+        x, = self.xb
+        if self.training:
+            x.requires_grad_()
+            self.loss_func(self.model(x), *self.yb).backward()
+            self.opt.zero_grad()
+            self.norms.append(x.grad.norm().item())
+            x = (x+0.5*x.grad/x.grad.norm(dim=1, keepdim=True)).detach()
+        self.pred = self.model(x)
+        self('after_pred')
+        self.loss_grad = self.loss_func(self.pred, *self.yb)
+        self.loss = self.loss_grad.detach().clone()
+        self('after_loss')
+        if self.training: self._do_grad_opt()
+
+@pytest.mark.parametrize('act,steps', [(Plain, [2]), (Big, [])])
+def test_gradients_of_inputs_are_those_of_the_run_that_counts(act, steps):
+    def run(to):
+        learn = classifier(lambda: net(act), fp32, [Outlier(*steps)], n=6)
+        learn.__class__,learn.norms = Adversarial,[]
+        return fit(to(learn), 1)
+    a,b = run(fp32),run(fp16)
+    assert b.mixed_precision.n_rerun>0==b.mixed_precision.n_skipped and len(b.norms)==6
+    assert b.norms==pytest.approx(a.norms, rel=3e-2) and b.steps.losses==pytest.approx(a.steps.losses, rel=3e-2)
+
+class Teacher(Callback):
+    def __init__(self): self.net = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8,4))
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.loss_grad+0.1*mse(self.pred, self.net(*self.xb).detach())
+
+@pytest.mark.parametrize('act', [Plain, Big])
+def test_modules_beside_the_model_have_each_batch_once(act):
+    "Those of a callback, of a learner, of a `partial`, and in a list of a loss function, also in looks where nothing overflows"
+    class Loss:
+        def __init__(self): self.parts = [nn.BatchNorm1d(4)]
+        def __call__(self, pred, y): return nn.functional.cross_entropy(pred, y)+0.1*self.parts[0](pred).mean()
+    def penalised(pred, y, loss, bn): return loss(pred, y)+0.1*bn(pred).mean()
+    def run(to):
+        learn = classifier(lambda: net(act), fp32, [Teacher(), Outlier(4)], n=20)
+        learn.loss_func = partial(penalised, loss=Loss(), bn=nn.BatchNorm1d(4))
+        return fit(to(learn), 1)
+    def norms(learn): return learn.teacher.net[0],learn.loss_func.keywords['bn'],learn.loss_func.keywords['loss'].parts[0]
+    a,b = run(fp32),run(hot)
+    assert b.mixed_precision.n_rerun>0==b.mixed_precision.n_skipped
+    for m,o in zip(norms(a), norms(b)):
+        assert int(o.num_batches_tracked)==int(m.num_batches_tracked)
+        torch.testing.assert_close(o.running_var, m.running_var, rtol=3e-2, atol=1e-3)
+
+def test_a_state_in_a_tuple_is_put_back():
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell,self.out,self.state = nn.LSTMCell(8,16),nn.Linear(16,4),(torch.zeros(16,16),torch.zeros(16,16),torch.zeros(1))
+        def forward(self, x):
+            if not self.training: return self.out(self.cell(x)[0])
+            *now,n = self.state
+            new = self.cell(x, tuple(o.clone() for o in now))
+            for o,v in zip(now, new): o.copy_(v.detach())
+            n.add_(1)
+            return self.out(new[0])
+    a,b = [fit(classifier(Cell, to, [Outlier(4)]), 1) for to in (fp32,hot)]
+    assert b.mixed_precision.n_rerun>0 and b.model.state[2].item()==15
+    torch.testing.assert_close(b.model.state[1], a.model.state[1], rtol=2e-2, atol=1e-3)
+
+@pytest.mark.parametrize('event,order', [('before_step',5), ('after_backward',5), ('after_pred',0)])
+def test_learning_rates_that_change_within_a_batch_change_once(event, order):
+    def decay(self):
+        if self.training: self.opt.set_hyper('lr', self.opt.hypers[-1]['lr']*0.9)
+    Decays = type('Decays', (Callback,), {'order':order, event:decay})
+    a,b = [fit(classifier(lambda: net(Plain), to, [Decays(), Outlier(3)], n=6), 1) for to in (fp32,hot)]
+    assert b.mixed_precision.n_rerun>0 and b.steps.rates==a.steps.rates
+
+def test_lazy_modules_find_the_same_weights():
+    "Their first run, which draws weights, is put back as well"
+    for act in (Plain, Big):
+        def lazy(act=act): return nn.Sequential(nn.LazyLinear(32), nn.LazyBatchNorm1d(), act(), nn.LazyLinear(4))
+        a,b = [fit(classifier(lazy, to), 1) for to in (fp32,hot)]
+        assert b.mixed_precision.n_rerun>0==b.mixed_precision.n_skipped and type(b.model[0]) is nn.Linear
+        assert b.steps.losses==pytest.approx(a.steps.losses, rel=3e-2) and int(b.model[1].num_batches_tracked)==15
+        torch.testing.assert_close(b.model[1].running_var, a.model[1].running_var, rtol=2e-2, atol=1e-3)
+
+def test_layers_that_are_not_used_have_zeros_where_fp32_has():
+    "Momentum goes on there"
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first,self.m,self.sometimes,self.last = nn.Linear(8,8),nn.Linear(8,8),nn.Linear(8,8),nn.Linear(8,8)
+            self.out,self.n = nn.Linear(8,4),0
+        def forward(self, x):
+            self.n += self.training
+            return self.out(self.sometimes(self.m(x)) if self.n%2 else self.m(x))
+    a,b = [fit(classifier(Deep, to, [Outlier(3,5)]), 1) for to in (fp32,fp16)]
+    assert b.mixed_precision.n_rerun>0
+    for p,q in zip(a.model.parameters(), b.model.parameters()): torch.testing.assert_close(q, p, rtol=3e-2, atol=2e-3)
+
+# --- a learner's own `one_batch`
+
+def test_batches_without_fastais_events_train_and_cannot_run_again():
+    class Own(Learner):
+        def one_batch(self, i, b):
+            self.iter = i
+            self._split(b)
+            self('before_batch')
+            self._do_one_batch()
+            self('after_batch')
+    def run(to, steps):
+        learn = classifier(lambda: net(Plain), fp32, [Outlier(*steps)])
+        learn.__class__ = Own
+        return fit(to(learn), 1)
+    a,b = run(fp32, []),run(fp16, [])
+    assert b.steps.losses==pytest.approx(a.steps.losses, rel=3e-2) and len(b.mixed_precision.history)==15
+    assert fit(run(fp16, [4]), 0).mixed_precision.n_skipped==1
