@@ -15,7 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from .grads import read_all
-from .precision import Modes,guarded,unwrapped
+from .precision import Modes,unwrapped
 
 # %% ../nbs/08_ranks.ipynb #2dde1cd9
 # Private in torch: an operation of `c10d` returns a `Work`, which nothing public creates; it gets its group and its reduction as opaque C++
@@ -235,13 +235,17 @@ def _silenced(ddp):
         waits = ddp.reducer.get_backward_stats()!=came
         if waits or ran: _recover(ddp, waits)
     try:
-        vars(ddp).update({k: switches[k] for k in before})
-        recorded = not ddp.static_graph or before.get('_static_graph_delay_allreduce_enqueued', True)
-        if not recorded or _finds_unused(ddp):
-            params = [p for p in ddp.parameters() if p.requires_grad]
-            handles.append(register_multi_grad_hook(params, (lambda grad: ran.append(True)) if recorded else _too_early, mode='any'))
-        yield
-    finally: guarded(nullcontext, put_back)
+        try:
+            vars(ddp).update({k: switches[k] for k in before})
+            recorded = not ddp.static_graph or before.get('_static_graph_delay_allreduce_enqueued', True)
+            if not recorded or _finds_unused(ddp):
+                params = [p for p in ddp.parameters() if p.requires_grad]
+                handles.append(register_multi_grad_hook(params, (lambda grad: ran.append(True)) if recorded else _too_early, mode='any'))
+            yield
+        finally: put_back()
+    except BaseException: # a Ctrl-C may have stopped it half-way
+        put_back()
+        raise
 
 # %% ../nbs/08_ranks.ipynb #afe0a8fc
 class Ranks:
