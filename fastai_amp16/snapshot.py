@@ -497,14 +497,18 @@ class LearnerState:
                     if kind is Tensor:
                         if v.grad_fn is None: places[i,k] = v
                         else: before[k] = v.detach()
-                    elif k in ('xb','yb'): continue # below, whatever is in them
-                    elif (c:=without_graph(v)) is not None: before[k] = c
-                    else:
-                        containers += [self._noted(o) for o in (v, *inside(v)) if type(o) in _in_place]
-                        places.update({(i,k,j): t for j,t in enumerate(inside(v)) if isinstance(t, Tensor) and t.grad_fn is None})
+                        continue
+                    if k in ('xb','yb'): continue # below, whatever is in them
+                    os = inside(v)
+                    ts = [o for o in os if isinstance(o, Tensor)]
+                    if ts and (c:=without_graph(v)) is not None:
+                        before[k] = c
+                        continue
+                    containers += [self._noted(o) for o in (v,*os) if type(o) in _in_place]
+                    if ts: places.update({(i,k,j): t for j,t in enumerate(ts)})
             opt = getattr(learn, 'opt', None)
             hypers = () if opt is None else opt.opt.param_groups if isinstance(opt, OptimWrapper) else opt.hypers
-            containers += [noted(h) for h in hypers] # learning rates, which a callback may change in a batch
+            owners += [(h,h.copy()) for h in hypers] # learning rates, which a callback may change in a batch
             batch = getattr(learn, 'xb', ()),getattr(learn, 'yb', ())
             places.update({j: t for j,t in enumerate(_all_tensors(batch)) if t.grad_fn is None})
             return owners,containers,self.tensors.note(places),self.random.note()
