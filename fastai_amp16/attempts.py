@@ -113,7 +113,7 @@ def passes_on(self:Attempts,
     before:list # Weak references to the `results` before it
 ) -> bool:
     "May the batch be cancelled? Not for what half precision has done to its loss"
-    if not self.training: return True
+    if self.learn is None or not self.training: return True
     is_batch,summed = isinstance(e, CancelBatchException),self.making and self.making.summed
     if not self.is_judged(passes, is_batch and summed) and not self.judge_results(before): return False
     if not is_batch: return True

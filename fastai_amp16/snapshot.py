@@ -38,7 +38,7 @@ def _list(o):
 def _copy(o):
     c = o.copy()
     if isinstance(o, dict) and len(o)<=_inner:
-        for k,v in c.copy().items(): # another thread may write to `o`
+        for k,v in c.items(): # another thread may write to `o`
             if isinstance(v, Tensor) and v.grad_fn is not None: c[k] = v.detach()
     return c
 
@@ -157,8 +157,8 @@ def modules_beside(
     learn:Learner # With callbacks
 ) -> dict: # By name
     "Modules that learner and callbacks hold besides the model: a teacher, an average, a critic"
-    return {f'{type(o).__name__}.{k}': m for o in (learn, *learn.cbs) for k,v in vars(o).items() if k not in ('model','loss_func')
-            for m in (v, *inside(v)) if isinstance(m, nn.Module)}
+    return {f'{type(o).__name__}.{k}'+f'.{i}'*(i>0): m for o in (learn, *learn.cbs) for k,v in vars(o).items()
+            if k not in ('model','loss_func') for i,m in enumerate((v, *inside(v))) if isinstance(m, nn.Module)}
 
 def _buffers(m): return m._buffers if isinstance(m._buffers, dict) else dict(m.named_buffers(recurse=False)) # TorchScript holds them itself
 
