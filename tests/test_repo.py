@@ -13,7 +13,7 @@ from readme import directives
 root = Path(__file__).parent.parent
 cfg = get_config(root)
 lib = cfg.lib_path.name
-nbs = sorted((root/'nbs').rglob('*.ipynb'))
+nbs = sorted((root/'nbs').rglob('*.ipynb'), key=lambda o: -o.stat().st_size) # long ones first, so that all processes end together
 
 @pytest.fixture(scope='module')
 def fresh(tmp_path_factory):
