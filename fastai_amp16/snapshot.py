@@ -204,16 +204,16 @@ class ModelState:
         loss_func, # Anything that can be called
         beside:dict=None # From `modules_beside`
     ):
-        self.model,self.loss_func,self.beside = model,loss_func,beside or {}
-        roots = {'': model, 'loss_func': loss_func, **self.beside}
+        self.model,self.loss_func,beside = model,loss_func,beside or {}
+        roots = {'': model, 'loss_func': loss_func, **beside}
         owners = {id(m): (n,m) for name in reversed(roots) for n,m in _modules(roots[name], name)}.values() # the model's names count
         self.named = [(n,d) for n,m in owners for d in (vars(m),*([_buffers(m)] if isinstance(m, nn.Module) else []))]
         self.dicts = [d for _,d in self.named]
         self.modules = [m for _,m in owners if isinstance(m, nn.Module)]
         self.attrs = [vars(m) for m in self.modules if 'training' in vars(m)] # not those of TorchScript
-        beside = {m for root in self.beside.values() for m in root.modules()}.difference(model.modules())
+        theirs = {m for root in beside.values() for m in root.modules()}.difference(model.modules())
         self.frozen = [(m._parameters,k) for m in self.modules for k,p in m._parameters.items()
-                       if p is not None and not p.requires_grad and m not in beside]
+                       if p is not None and not p.requires_grad and m not in theirs]
         self.lazy = [_Lazy(m) for m in self.modules if _open(m)]
         self.tensors,self.n,self.watched,self.hooks,self.hooks_so_far = _Tensors(_large),0,None,[],None
         self.seen,self.small,self.large,self.first = [],[],{},None
@@ -221,8 +221,8 @@ class ModelState:
         self.all_params = list(dict.fromkeys((*self.params, *(p for m in self.modules for p in m._parameters.values() if p is not None))))
         self.trained = [p for p in self.params if p.requires_grad and not (is_lazy(p) or p.is_inference())]
         own = set(self.trained)
-        theirs = [p for m in beside for p in m._parameters.values() if p is not None and not (is_lazy(p) or p.is_inference())]
-        self.not_written = [*self.trained, *theirs] # in a batch, or it cannot run again
+        weights = [p for m in theirs for p in m._parameters.values() if p is not None and not (is_lazy(p) or p.is_inference())]
+        self.not_written = [*self.trained, *weights] # in a batch, or it cannot run again
         parts = [ps for m in model.children() if (ps := [p for p in m.parameters() if p in own])] or [self.trained]
         self.least = [min(ps, key=lambda p: p.numel()) for ps in parts[::len(parts)//8+1] if ps] # the smallest weight of some parts
         self.at,self.few,self.toggles = None,[],False
