@@ -12,7 +12,6 @@ from .nested import tensors
 from .precision import guarded
 from .entry import Entry
 from .ranks import Echo
-from .grads import grad_params,grad_values,scale_grads
 from .step import Next,Outcome,StepRecord,what_next
 from .rerun import Attempt,Batches,Left,not_faults
 from .diagnose import deviation,wrong
@@ -117,18 +116,11 @@ def passes_on(self:Attempts,
     is_batch,summed = isinstance(e, CancelBatchException),self.making and self.making.summed
     if not self.is_judged(passes, is_batch and summed) and not self.judge_results(before): return False
     if not is_batch: return True
-    if self.step_norm is not None: self.rescale(grad_params(self.learn.opt)) # they were unscaled already
+    if self.step_norm is not None: pass # its step was about to be taken
     elif self.making and not summed: self.making = None # there are no gradients, so no step has begun
     elif self.judge_micro_batch(): return False # gradients wait for more: `GradientAccumulation` does this all the time
     if self.making: self.making.batches.wait()
     return True
-
-@patch
-def rescale(self:Attempts,
-    params:list # Parameters with gradients
-):
-    "Multiply the gradients of `params` by the loss scale: they were unscaled, and more will be added to them"
-    if params: scale_grads(grad_values(params), self.scaler.get_scale())
 
 @patch
 def decide(self:Attempts,

@@ -13,10 +13,10 @@ from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import GradientClip
 from torch.nn.utils import get_total_norm
 from .nested import cast_floats
-from .precision import PrecisionPlan,unwrap
+from .precision import PrecisionPlan,convs,unwrap
 from .clip import GradientNormClip
 from .entry import Entry
-from .grads import grad_params,grad_values,scale_grads
+from .grads import grad_params,grad_values
 from .scaler import DynamicScaler,require
 from .snapshot import LearnerState,ModelState,learner_random_states,modules_beside,set_learner_random_states
 from .ranks import Ranks
@@ -50,9 +50,9 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','ranks','making','states','resumed','others','unrecorded')
+    _stateattrs = ('plan','ranks','making','states','resumed','unrecorded')
     plan = ranks = making = states = resumed = step_norm = unrecorded = asked = None
-    others,randoms,skipped,met = (),(),False,False
+    randoms,skipped,met = (),False,False
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
     __signature__ = None # the one of `__init__`, and not that of the class above
 
@@ -78,10 +78,7 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
         self.reports,self.promoted = [],[] # what diagnoses found, and what healing keeps in fp32, as `keep_fp32` takes it
 
     def __call__(self, event_name):
-        "Of several in a learner (one of them in `fit(cbs=…)`, say) the last is at work, the others rest"
-        if self.learn is None: return
-        for cb in reversed(self.learn.cbs): # eight times a batch: `_grab_cbs` would take a tenth of a millisecond for it
-            if isinstance(cb, DynamicMixedPrecision): return super().__call__(event_name) if cb is self else None
+        if self.learn is not None: super().__call__(event_name) # else a callback before it has taken it away in this very event
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,12 +139,8 @@ def ready(self:DynamicMixedPrecision,
 
 @patch
 def before_fit(self:DynamicMixedPrecision):
-    "Plan anew, check model and optimizer, and see to it that no other mixed precision runs"
-    for cb in self.learn._grab_cbs(MixedPrecision):
-        if isinstance(cb, DynamicMixedPrecision): continue
-        cb.run = False # its `before_fit` may come after this one
-        self.learn.remove_cb(cb)
-    self.learn.mixed_precision,self.learn.scaler = self,self.scaler
+    "Plan anew, and check model and optimizer"
+    self.learn.scaler = self.scaler
     self.plan,self.states,self.met = None,None,False
     for cb in self.learn.cbs:
         if (theirs := getattr(vars(cb).get('accelerator'), 'mixed_precision', 'no'))!='no':
@@ -208,16 +201,20 @@ def before_backward(self:DynamicMixedPrecision):
     bad = 0*loss.detach().sum()
     making.bad,making.began = bad if making.bad is None else making.bad+bad,making.batches.entry.passes
     if making.pred is not None and attempt.counts: self.compare()
-    self.rescale([p for p in self.others if p.grad is not None])
-    self.others = ()
     if self.ranks.size>1 and self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)): # that all may end together
         self.learn.loss = torch.full_like(self.loss, self.ranks.read([self.loss.mean()])[0]/self.ranks.size)
+    making.batches.scale_gradients(attempt.scale) # those that this backward pass adds to
     self.learn.loss_grad = loss*attempt.scale
 
 @patch
+def after_cancel_backward(self:DynamicMixedPrecision):
+    if self.making: self.making.batches.scale_gradients(1.)
+
+@patch
 def before_step(self:DynamicMixedPrecision):
-    "Unscale the gradients and judge the attempt: take the step, skip it, or run again"
+    "Judge the attempt: take the step, skip it, or run again"
     making = self.making
+    making.batches.scale_gradients(1.) # a learner's own program may not have done so after its backward pass
     if not making.batches.attempt.counts: raise Left
     params = grad_params(self.learn.opt)
     cancelled = making.bad is None and self.ranks.size==1 # the backward pass; for what half precision has done to the loss?
@@ -234,11 +231,8 @@ def before_step(self:DynamicMixedPrecision):
 def _judge(self:DynamicMixedPrecision, params):
     "What came out of the attempt, and the norm of the true gradients"
     making,held = self.making,set(params)
-    scale,bad = making.batches.attempt.scale,making.bad
-    self.others = [p for p in self.plan.params if p.grad is not None and p not in held]
-    grads,others = grad_values(params),grad_values(self.others)
-    if scale!=1: scale_grads(grads+others, 1/scale)
-    norm = get_total_norm(grads)
+    norm,bad = get_total_norm(grad_values(params)),making.bad
+    others = grad_values([p for p in self.plan.params if p.grad is not None and p not in held])
     signs = making.batches.model_state.verdict(norm.device),0 if bad is None else bad,0*get_total_norm(others) if others else 0
     norm,spoilt,bad,others,raised,silent = self.ranks.read([norm, *signs, int(self.runs_for_others()), int(making.silent)])
     norm /= self.ranks.size
@@ -364,11 +358,20 @@ def record_again(self:DynamicMixedPrecision):
 def after_fit(self:DynamicMixedPrecision): self.plan = self.states = None # made anew for the next: until then anybody may change the model
 
 @patch
+def _warn_of_slow_convs(self:DynamicMixedPrecision):
+    "Before the first step: a CPU has no fast kernels for them"
+    plan = self.plan
+    if self.log.steps or self.dtype!=torch.float16 or plan.device_type!='cpu': return
+    if any(isinstance(m, convs) and m not in plan.in_fp32 for m in plan.model.modules()):
+        warn("On a CPU, convolutions in fp16 are about 20 times slower than in fp32: use to_bf16_dynamic() or to_fp32() here.")
+
+@patch
 def start(self:DynamicMixedPrecision,
     goes_on:bool # Does it continue a fit of before?
 ):
     "A fit begins"
     self.drop_step()
+    self._warn_of_slow_convs()
     self.said,self.fit_start = set(),len(self.log.steps)
     if not goes_on: self.log.vain = self.log.unsaved = 0
 
@@ -379,7 +382,7 @@ def undo(self:DynamicMixedPrecision):
 
 @patch
 def drop_step(self:DynamicMixedPrecision):
-    "Forget a step that was begun: its gradients are still multiplied by the loss scale and must not enter another"
+    "Forget a step that was begun: its gradients must not enter another"
     if self.opt is not None: self.opt.zero_grad()
     for p in self.learn.model.parameters(): p.grad = None # what the optimizer does not hold
-    self.making,self.others = None,()
+    self.making = None

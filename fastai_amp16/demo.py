@@ -190,6 +190,7 @@ def main(
             print(f'\n{name}')
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter('always', UserWarning)
+                warnings.filterwarnings('ignore', 'On a CPU') # said at the end
                 learners[name],row = train(name, args.epochs, args.lr, args.bs, args.seed, counts)
             for o in told[:1]: print(o.message)
             rows.append(row)

@@ -7,9 +7,8 @@ __all__ = ['running', 'looking', 'unchanged', 'training_case']
 
 # %% ../nbs/17_learner.ipynb #ad73d8b6
 from fastai.basics import *
-from fastai.callback.fp16 import MixedPrecision,ModelToHalf,NonNativeMixedPrecision
+from fastai.callback.fp16 import AMPMode,MixedPrecision,ModelToHalf,NonNativeMixedPrecision
 from fastai.callback.schedule import LRFinder
-from fastai.text.learner import TextLearner
 from .precision import PrecisionPlan,guarded
 from .report import PrecisionReport
 from .entry import Entry
@@ -64,9 +63,10 @@ def _fit(learn, f):
 def _batch(learn, f):
     "Run `f`, which works on one batch, as often as it takes"
     mp,entry = running(learn),vars(learn).get('_entry')
-    if mp is None or entry is None:
+    if mp is None:
         if entry is not None: entry.leave() # mixed precision went in the middle of a fit
         return f()
+    if entry is None: return _standing(learn, partial(_batch, learn, f)) # `learn.one_batch`, called outside a fit
     training,ended = learn.training,[]
     def run():
         try: mp.run_batch(entry, f)
@@ -81,8 +81,10 @@ def _batch(learn, f):
     guarded(run, put_back)
 
 def _backward(learn, f):
-    f()
-    if not (mp := running(learn)) or not mp.making: return
+    try: f()
+    finally: # a callback that looks at gradients sees true ones, whatever its order
+        if (mp := running(learn)) and mp.making: mp.making.batches.scale_gradients(1.)
+    if not mp or not mp.making: return
     mp.making.summed = True
     if not (mp.making.batches.attempt.counts or learn._fitting): raise Left # there is no step outside a fit
 
@@ -112,23 +114,56 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
 Learner._with_events.fastais = _with_events_fp32
 
 # %% ../nbs/17_learner.ipynb #5800eea2
-_remove_cb = _fastais(Learner, 'remove_cb')
+_add_cb,_remove_cb,_added_cbs = (_fastais(Learner, o) for o in ('add_cb','remove_cb','added_cbs'))
+_kinds = (MixedPrecision, ModelToHalf, NonNativeMixedPrecision)
+
+def _called(cb):
+    mode = getattr(cb, 'amp_mode', None)
+    return type(cb).__name__+(f'({mode.value!r})' if isinstance(mode, AMPMode) else '')
+
+@patch
+def add_cb(self:Learner,
+    cb # A callback, or a class of callbacks
+):
+    "fastai's own; a mixed precision takes the place of the one that was there, where either is a `DynamicMixedPrecision`, and says so"
+    if isinstance(cb, type): cb = cb()
+    ours = isinstance(cb, DynamicMixedPrecision)
+    if isinstance(cb, _kinds):
+        old = [o for o in self.cbs if o is not cb and (ours and isinstance(o, _kinds) or isinstance(o, DynamicMixedPrecision))]
+        self.remove_cbs(old)
+        if old: print(f"{_called(cb)} replaces {' and '.join(map(_called, old))}.")
+    if ours: _save_more(type(self))
+    return _add_cb(self, cb)
 
 @patch
 def remove_cb(self:Learner,
     cb # A callback, or a class of callbacks
 ):
-    "fastai's own, which forgets `learn.mixed_precision` even if the one that goes (of a `fit(cbs=…)`, say) is another"
-    res,mps = _remove_cb(self, cb),self._grab_cbs(DynamicMixedPrecision)
-    if mps: self.mixed_precision = mps[-1]
-    elif isinstance(vars(self).get('scaler'), DynamicScaler): self.scaler = None # an export would need this package for it
+    "fastai's own; with a `DynamicMixedPrecision` goes its scaler, for which an export would need this package"
+    res = _remove_cb(self, cb)
+    if isinstance(vars(self).get('scaler'), DynamicScaler) and not self._grab_cbs(DynamicMixedPrecision): self.scaler = None
     return res
 
-Learner.remove_cb.fastais = _remove_cb
+@patch
+@contextmanager
+def added_cbs(self:Learner,
+    cbs # Callbacks, or classes of callbacks, as for `fit(cbs=…)`
+):
+    "fastai's own; a mixed precision that they replace comes back"
+    def mixed(): return [cb for cb in self.cbs if isinstance(cb, _kinds)]
+    before,back = mixed(),[]
+    try:
+        with _added_cbs(self, cbs):
+            now = mixed()
+            try: yield
+            finally:
+                if mixed()==now: back = [cb for cb in before if cb not in now] # else somebody has decided otherwise meanwhile
+    finally: L(back).map(partial(_add_cb, self))
+
+for name,f in dict(add_cb=_add_cb, remove_cb=_remove_cb, added_cbs=_added_cbs).items(): getattr(Learner, name).fastais = f
 
 def _use(learn, cb):
     cb.make_plan(learn.model) # says what is wrong before anything changes
-    learn.remove_cbs([MixedPrecision, ModelToHalf, NonNativeMixedPrecision])
     return learn.add_cb(cb)
 
 @patch
@@ -253,7 +288,7 @@ def _saves_more(cls, name):
     @functools.wraps(fastais)
     def f(self, *args, **kwargs):
         mp = running(self)
-        if mp is None: return fastais(self, *args, **kwargs)
+        if mp is None or isinstance(self.opt, _OptAndMore): return fastais(self, *args, **kwargs)
         if name=='load' and self.opt is None: self.create_opt()
         opt = self.opt
         def run():
@@ -266,4 +301,11 @@ def _saves_more(cls, name):
     f.fastais = fastais
     setattr(cls, name, f)
 
-for cls,name in ((Learner,'save'),(Learner,'load'),(TextLearner,'load')): _saves_more(cls, name)
+@functools.cache
+def _save_more(cls):
+    "Let all classes that `cls` is made of do so; fastai's `TextLearner` has a `load` of its own"
+    for c in cls.__bases__: _save_more(c)
+    for name in ('save','load'):
+        if name in vars(cls): _saves_more(cls, name)
+
+_save_more(Learner)

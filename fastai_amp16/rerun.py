@@ -10,13 +10,14 @@ import math,sys
 from collections import Counter
 from contextlib import contextmanager,nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import ref
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.overrides import TorchFunctionMode
 from .entry import Entry,in_backward
-from .grads import grad_values
+from .grads import grad_values,scale_grads
 from .nested import cast_floats,half_types,replace,tensors
 from .precision import PrecisionPlan,guarded
 from .ranks import Ranks
@@ -33,6 +34,7 @@ class Attempt:
     scale:float = 1. # Of the loss
     counts:bool = True # May it end in a step? A look ends where the step would begin
     backward:bool = True # `False`: it ends where the backward pass would begin
+    scaled:float = 1. # What the gradients are multiplied by now: `scale` within a backward pass, 1 outside
 
 # %% ../nbs/10_rerun.ipynb #a0f4f9c3
 def _measure(t, dtype=None):
@@ -186,12 +188,10 @@ class Watch(TorchFunctionMode):
 def read(self:Watch,
     results, # Tensors that must be finite besides the gradients
     params:list, # Whose gradients
-    carried:list, # Pairs of a name and a tensor: what modules carry to the next batch
-    scale:float # The loss scale
+    carried:list # Pairs of a name and a tensor: what modules carry to the next batch
 ):
     "One transfer from the device for all that was measured; `finite` is whether the `results` and the gradients are"
     grads = grad_values([p for p in params if p.grad is not None])
-    if grads: torch._foreach_div_(grads, scale)
     ends = [self._measure(t) for t in (*tensors(results), *([get_total_norm(grads)] if grads else ()))]
     carried = [(n,self._measure(t)) for n,t in carried]
     values = torch.stack([o.to(self.stats[0].device) for o in self.stats]).tolist() if self.stats else []
@@ -276,11 +276,19 @@ class Batches:
         self.model_state.put_back(self.noted)
         self.drop_gradients()
 
-    @property
+    @cached_property
     def params(self) -> list:
         "All that may have gradients, with those of a loss function, or of anything else that the optimizer holds"
         held = [p for pg in self.learn.opt.param_lists for p in pg] if self.learn.opt is not None else []
         return list(dict.fromkeys((*self.model_state.all_params, *held)))
+
+    def scale_gradients(self,
+        scale:float # The loss scale within a backward pass, 1 outside
+    ):
+        "Have all gradients that there are multiplied by `scale`"
+        attempt = self.attempt
+        factor,attempt.scaled = scale/attempt.scaled,scale
+        if factor!=1 and (ps := [p for p in self.params if p.grad is not None]): scale_grads(grad_values(ps), factor)
 
     def drop_gradients(self):
         "None, or zeros where the optimizer's `zero_grad` leaves zeros: these keep momentum and decay going, as in fp32"
@@ -334,7 +342,8 @@ def look(self:Batches,
             watch.on = False
             watch.pred,loss = cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
             results = loss if len(learn.yb) and loss is not None else watch.pred
-            watch.read(results, self.params if learn.training else [], self.model_state.carried(), attempt.scale)
+            self.scale_gradients(1.)
+            watch.read(results, self.params if learn.training else [], self.model_state.carried())
         if attempt.plan: watch.in_fp32 = {n for m,n in watch.names.items() if m in attempt.plan.in_fp32}
         return watch
     def put_back():

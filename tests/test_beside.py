@@ -1,24 +1,28 @@
 "Beside other callbacks, optimizers and models of all shapes, in any order"
 import copy,math
 from collections import namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass
 import pandas as pd
 import pytest,torch
-from fastai.basics import (Adam,Callback,CancelStepException,DataLoader,DataLoaders,Learner,OptimWrapper,SGD,TensorBase,TensorImage,
+from fastai.basics import (Adam,Callback,CancelStepException,DataLoader,DataLoaders,L,Learner,OptimWrapper,SGD,TensorBase,TensorImage,
                            accuracy,nn,partial,ranger,set_seed,tensor)
 from fastai.layers import MergeLayer,SequentialEx
 from fastai.losses import CrossEntropyLossFlat
 from fastai.callback.all import (ActivationStats,BnFreeze,CSVLogger,ChannelsLast,CutMix,EarlyStoppingCallback,FetchPredsCallback,
                                  GradientAccumulation,GradientClip,MixUp,MixedPrecision,ReduceLROnPlateau,SaveModelCallback,
                                  ShowGraphCallback,rnn_cbs)
+from fastai.callback.fp16 import ModelToHalf,NonNativeMixedPrecision
 from fastai_amp16.all import AdamW16,DynamicMixedPrecision,GradientNormClip,LossScale,SkippedSteps,half_forward,ranger16
 from fastai_amp16.demo import digits_dls
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from common import *
+from fastais import fastais
 
 def test_fine_tune_keeps_the_scale_and_frozen_layers():
     "The scale that the first step has found is the one of all fits that follow"
+    set_seed(0)
     body = nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU())
     def split(m): return [list(m[0].parameters()),list(m[1].parameters())]
     learn = learner(nn.Sequential(body, nn.Linear(16,1)), splitter=split).to_fp16_dynamic(init_scale=2.**24)
@@ -88,11 +92,11 @@ def test_model_replaced_after_our_before_fit():
     fit(learner(cbs=replace).to_fp16_dynamic(), 1)
     assert set(replace.seen)=={torch.float16}
 
-def test_nested_validation_and_two_mixed_precisions():
+def test_nested_validation():
     class Nested(Callback):
         order = 80
         def after_train(self): self.learn.validate()
-    learn = learner().to_fp16_dynamic().to_fp16()
+    learn = learner().to_fp16_dynamic()
     stuck = learner(cbs=[Nested(), Poison(range(99), 'forward')], n=32).to_fp16_dynamic(on_spiral='raise')
     fit(learn, 1, cbs=Nested())
     assert len(learn._grab_cbs(MixedPrecision))==1 and len(learn.mixed_precision.history)==4
@@ -139,41 +143,78 @@ def test_compiled_model():
     fit(learn.to_fp16_dynamic(), 1)
     assert learn.mixed_precision.n_skipped==0 and len(learn.mixed_precision.history)==4
 
-def running(learn):
-    "The mixed-precision callbacks that worked in a fit"
-    class Who(Callback):
-        order = 99
-        def after_batch(self):
-            mp = vars(self.learn).get('mixed_precision')
-            self.who = [cb for cb in self.learn.cbs if isinstance(cb, MixedPrecision) and cb.run and mp is cb]
-    who = Who()
-    fit(learn, 1, cbs=who)
-    return who.who
+# --- several mixed precisions
 
-def test_only_one_runs(monkeypatch):
-    monkeypatch.setattr('torch.cuda.is_available', lambda: False)
-    for make in (lambda l: l.to_fp16_dynamic().to_fp16_dynamic(), lambda l: l.to_fp16().to_fp16_dynamic(),
-                 lambda l: l.to_fp16_dynamic().to_fp16(), lambda l: l.to_bf16_dynamic().to_fp16_dynamic(),
-                 lambda l: l.to_fp16_dynamic().to_channelslast(), lambda l: l.to_channelslast().to_fp16_dynamic(),
-                 lambda l: l.to_non_native_fp16().to_fp16_dynamic() if torch.backends.cudnn.enabled else l.to_fp16_dynamic(),
-                 lambda l: l.to_bf16().to_fp16_dynamic(), lambda l: l.to_fp16_dynamic().to_bf16(),
-                 lambda l: l.to_fp16().add_cb(DynamicMixedPrecision()),
-                 lambda l: l.add_cbs([DynamicMixedPrecision(), DynamicMixedPrecision()])):
-        learn = make(learner())
-        who, = running(learn)
-        assert type(who) is DynamicMixedPrecision and learn.mixed_precision is who and len(who.history)==4
-        assert not learn.to_fp32()._grab_cbs(MixedPrecision) and not hasattr(learn, 'mixed_precision') and running(learn)==[]
+def mixed(learn): return [cb for cb in learn.cbs if isinstance(cb, (MixedPrecision,ModelToHalf,NonNativeMixedPrecision))]
 
-def test_one_for_a_single_fit():
-    "It takes the place of the learner's own, which is there again afterwards"
+class Counts(Callback):
+    "Notes which mixed precision there is in a batch"
+    order = -20
+    def __init__(self): self.seen = set()
+    def after_pred(self): self.seen |= {*mixed(self.learn)}
+
+@pytest.mark.parametrize('first,then,class_,dtype', [
+    ('to_fp16_dynamic', 'to_fp16_dynamic', DynamicMixedPrecision, torch.float16),
+    ('to_bf16_dynamic', 'to_fp16_dynamic', DynamicMixedPrecision, torch.float16),
+    ('to_fp16_dynamic', 'to_fp16', MixedPrecision, torch.float16), ('to_fp16', 'to_fp16_dynamic', DynamicMixedPrecision, torch.float16),
+    ('to_fp16_dynamic', 'to_bf16', MixedPrecision, torch.bfloat16), ('to_bf16', 'to_fp16_dynamic', DynamicMixedPrecision, torch.float16),
+    ('to_bf16_dynamic', 'to_fp16', MixedPrecision, torch.float16), ('to_fp16', 'to_bf16_dynamic', DynamicMixedPrecision, torch.bfloat16),
+    ('to_channelslast', 'to_bf16_dynamic', DynamicMixedPrecision, torch.bfloat16),
+    ('to_fp16_dynamic', 'to_non_native_fp16', NonNativeMixedPrecision, torch.float16),
+    ('to_non_native_fp16', 'to_fp16_dynamic', DynamicMixedPrecision, torch.float16)])
+@pytest.mark.parametrize('fits', [False, True], ids=['before a fit', 'between fits'])
+def test_the_last_call_wins(first, then, class_, dtype, fits, capsys):
+    "It is at work, alone, and says in a line what it replaced"
+    learn,seen = getattr(learner(), first)(),set()
+    learn.model[0].register_forward_hook(lambda m,i,o: seen.add(o.dtype))
+    with fastais():
+        if fits: fit(learn, 1)
+        old = mixed(learn)[-1]
+        capsys.readouterr()
+        getattr(learn, then)()
+        said, = capsys.readouterr().out.splitlines()
+        seen.clear()
+        fit(learn, 1)
+    who = mixed(learn)[-1]
+    assert type(who) is class_ and len(mixed(learn))==1+(then=='to_non_native_fp16') and getattr(learn, who.name) is who
+    assert seen=={dtype} and said.count(' replaces ')==1 and type(old).__name__ in said
+    assert hasattr(learn, 'mixed_precision')==isinstance(who, MixedPrecision)
+    assert getattr(learn, 'scaler', None) is getattr(who, 'scaler', None) # fastai's gives its own back at the end of a fit
+    assert not mixed(learn.to_fp32()) or class_ is NonNativeMixedPrecision
+    assert getattr(learn, 'scaler', None) is None
+    clean(learn)
+
+def test_channels_last_adds_no_other():
+    for to in (Learner.to_fp16_dynamic, Learner.to_bf16_dynamic):
+        for learn in (to(learner()), to(learner().to_channelslast())):
+            learn.to_channelslast()
+            fit(learn, 1)
+            assert mixed(learn)==[learn.mixed_precision] and len(learn.mixed_precision.history)==4 and hasattr(learn, 'channels_last')
+
+def test_fastais_own_replace_each_other_as_they_always_did(capsys):
+    learn = learner().to_fp16().to_bf16()
+    assert len(mixed(learn))==2 and not capsys.readouterr().out
+
+@pytest.mark.parametrize('own,other', [(DynamicMixedPrecision, partial(DynamicMixedPrecision, 'bf16')),
+    (DynamicMixedPrecision, MixedPrecision), (MixedPrecision, DynamicMixedPrecision)], ids=['ours-ours', 'ours-theirs', 'theirs-ours'])
+def test_one_for_a_single_fit(own, other):
+    "It takes the place of the learner's own, which is there again afterwards, whatever happens"
+    with fastais():
+        own,other,counts = own(),other(),Counts()
+        learn = learner(cbs=[own,counts])
+        for o in (None, other):
+            for cbs in ([], [Raise('before_step', KeyboardInterrupt)]):
+                with pytest.raises(KeyboardInterrupt) if cbs else nullcontext(): fit(learn, 1, cbs=[*L(o), *cbs])
+                assert counts.seen=={o or own} and mixed(learn)==[own] and learn.mixed_precision is own
+                counts.seen.clear()
+        clean(learn)
+
+def test_a_choice_in_the_middle_of_a_single_fit_stays():
+    class Choose(Callback):
+        def after_epoch(self): self.learn.to_fp32()
     learn = learner().to_fp16_dynamic()
-    own,other = learn.mixed_precision,DynamicMixedPrecision('bf16')
-    fit(learn, 1, cbs=other)
-    assert len(other.history)==4 and len(own.history)==0
-    assert learn.mixed_precision is own and running(learn)==[own] and len(own.history)==4
-    with pytest.raises(KeyboardInterrupt): fit(learn, 1, cbs=[DynamicMixedPrecision(), Raise('before_step', KeyboardInterrupt)])
-    fit(learn, 1, cbs=MixedPrecision())
-    assert learn.mixed_precision is own and len(own.history)==8
+    fit(learn, 2, cbs=[DynamicMixedPrecision('bf16'), Choose()])
+    assert not mixed(learn)
 
 @pytest.mark.parametrize('first', [True, False])
 def test_distributed_trainer(first, monkeypatch):
@@ -190,8 +231,8 @@ def test_distributed_trainer(first, monkeypatch):
         learn.to_distributed(sync_bn=False, cpu=True)
         if not first: learn.to_fp16_dynamic()
         learn.distributed_trainer.accelerator.prepare = nn.parallel.DistributedDataParallel
-        who, = running(learn)
-        assert who is learn.mixed_precision and len(who.history)==4
+        fit(learn, 1)
+        assert mixed(learn)==[learn.mixed_precision] and len(learn.mixed_precision.history)==4
         clean(learn)
         like_fp32(fit(learner(shuffle=False), 1), learn)
     finally: torch.distributed.destroy_process_group()

@@ -1,0 +1,184 @@
+"fastai's own notebooks: their test cells as they are, and with each of their learners in half precision"
+import argparse,ast,functools,importlib,json,math,os,re,subprocess,sys,tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+import fastai
+
+modes = ('plain','to_fp16','to_fp16_dynamic','to_bf16_dynamic')
+builds = re.compile(r'\bLearner\(|synth_learner\(|_learner\(') # a notebook is about learners where its test cells have this
+needs = {'a download': r'URLError|HTTPError|ConnectionError|ConnectTimeout|gaierror|Max retries exceeded|getaddrinfo|resolve',
+         'a GPU': r'CUDA|NVIDIA|assert.*cuda', 'a package': r'No module named'}
+
+# %% notebooks
+def _directives(source): return set(re.findall(r'^#\s*\|\s*([\w-]+)', source, re.M))
+
+def read(
+    path # Of a notebook
+): # Name of the module that it defines, or `None`, and its code cells as pairs: the source, and whether the module has it
+    "What of a notebook is to be run"
+    cells = [(o['cell_type'], ''.join(o['source'])) for o in json.loads(Path(path).read_text())['cells']]
+    code = [s for kind,s in cells if kind=='code' and s.strip() and not re.search(r'^#\s*\|\s*eval:\s*false', s, re.M)]
+    module = next((m[1] for s in code if (m := re.search(r'^#\s*\|\s*default_exp\s+([\w.]+)', s, re.M))), None)
+    if any(kind=='raw' and re.search(r'skip_exec:\s*true', s) for kind,s in cells): return module,[]
+    return module,[(s,bool(_directives(s)&{'export','exporti','exports','default_exp'})) for s in code]
+
+def is_test(source, exported):
+    "Is a cell more than a part of the module, or of the notebook's own making?"
+    return not exported and 'nbdev_export' not in source
+
+def tests(path):
+    "The sources of the test cells of the notebook at `path`"
+    return [s for s,exported in read(path)[1] if is_test(s, exported)]
+
+def notebooks(
+    checkout, # Folder of fastai's repository
+    only=() # Parts of names; none: all
+) -> list:
+    "The notebooks that build learners"
+    paths = sorted(Path(checkout, 'nbs').glob('*.ipynb'))
+    return [p for p in paths if any(map(builds.search, tests(p))) and (not only or any(o in p.stem for o in only))]
+
+# %% one notebook in one mode, in a process of its own
+def _convert(mode):
+    "Each learner that is made, and has something to train, goes to half precision"
+    import fastai.callback.fp16 # noqa: F401 (it gives `Learner` its methods, as the next one does)
+    from fastai.learner import Learner
+    if mode.endswith('dynamic'): import fastai_amp16.all # noqa: F401
+    init = Learner.__init__
+    @functools.wraps(init)
+    def __init__(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        if any(True for _ in getattr(self.model, 'parameters', list)()): getattr(self, mode)()
+    Learner.__init__ = __init__
+
+def _defines(source):
+    "The names that a cell gives something to"
+    try: nodes = list(ast.walk(ast.parse(re.sub(r'^\s*[%!].*$', 'pass', source, flags=re.M))))
+    except SyntaxError: return set()
+    return {o.id for o in nodes if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)}|{
+        o.name for o in nodes if isinstance(o, (ast.FunctionDef,ast.ClassDef))}|{
+        (o.asname or o.name).split('.')[0] for o in nodes if isinstance(o, ast.alias)}
+
+def _only(source, *kinds):
+    "The statements of a cell that are of these kinds"
+    return '\n'.join(ast.unparse(o) for o in ast.parse(source).body if isinstance(o, kinds))
+
+def run_cells(
+    path, # Of the notebook
+    mode:str, # One of `modes`
+    out # Where each test cell adds a line of JSON: its number, its `error`, and the cell before it that this follows from
+):
+    "Run the test cells of a notebook, each from the same random state, whatever failed before. What is exported comes from the module"
+    from IPython.core.interactiveshell import InteractiveShell
+    from fastai.torch_core import defaults,set_seed # and not from `basics`, which imports more
+    os.chdir(Path(path).parent)
+    shell,missing,(module,cells) = InteractiveShell.instance(),{},read(path)
+    for source,exported in cells:
+        if exported: shell.run_cell(_only(source, ast.Import, ast.ImportFrom))
+    callbacks = list(getattr(defaults, 'callbacks', [])) # more come where the notebook adds them, whatever else has been imported
+    if module: shell.user_ns.update({k:v for k,v in vars(importlib.import_module(f'fastai.{module}')).items() if not k.startswith('__')})
+    if mode!='plain': _convert(mode)
+    if mode=='to_fp16': from fastais import fastais
+    else: fastais = nullcontext
+    defaults.callbacks = callbacks
+    i = -1
+    with open(out, 'w') as f,fastais():
+        for source,exported in cells:
+            if exported: shell.run_cell(_only(source, ast.If))
+            if not is_test(source, exported): continue
+            set_seed(42)
+            i += 1
+            gpu = 'cuda' in _directives(source)
+            e = None if gpu else shell.run_cell(source).error_in_exec
+            error = 'CUDA: not run' if gpu else f'{type(e).__name__}: {e}'[:2000] if e else None
+            if error: missing.update({k: i for k in _defines(source) if k not in shell.user_ns})
+            print(json.dumps(dict(error=error, follows=missing.get(getattr(e, 'name', None)))), file=f, flush=True)
+
+def outcomes(
+    path, # Of the notebook
+    mode:str, # One of `modes`
+    limit:float # Seconds until it is ended
+) -> list: # A dict for each test cell
+    "Run a notebook in a process of its own"
+    env = {**os.environ, 'MPLBACKEND': 'agg', 'OMP_NUM_THREADS': '1'}
+    with tempfile.TemporaryDirectory() as d:
+        out = Path(d)/'out'
+        command = [sys.executable, __file__, '--run', str(Path(path).resolve()), mode, str(out)]
+        try: subprocess.run(command, env=env, timeout=limit, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+        except subprocess.TimeoutExpired: pass
+        res = [*map(json.loads, out.read_text().splitlines())] if out.exists() else []
+    return res+[dict(error='time is up', follows=None)]*(len(tests(path))-len(res))
+
+# %% all notebooks
+def lacks(
+    cells:list, # Of a notebook, as it is
+    i:int # Which of them
+): # A key of `needs`, or `None`
+    "What the machine does not have that a cell needs, itself or by what it follows from"
+    c = cells[i]
+    if c['error'] is None: return None
+    if c['follows'] is not None: return lacks(cells, c['follows'])
+    return next((k for k,v in needs.items() if re.search(v, c['error'])), None)
+
+def row(path, limit):
+    "All modes of a notebook"
+    runs = {mode: outcomes(path, mode, limit) for mode in modes}
+    plain = runs['plain']
+    able = [i for i,c in enumerate(plain) if c['error'] is None]
+    differs = [dict(cell=i, mode=mode, source=tests(path)[i], **runs[mode][i]) for mode in modes for i in able if runs[mode][i]['error']]
+    without = [lacks(plain, i) for i in range(len(plain))]
+    return dict(notebook=path.stem, cells=len(plain), passed={mode: sum(runs[mode][i]['error'] is None for i in able) for mode in modes},
+                lacks={k: without.count(k) for k in needs}, differs=differs,
+                fails=[dict(cell=i, error=c['error']) for i,c in enumerate(plain) if c['error'] and not without[i]])
+
+# %% the result
+counts,inside,precise = ('counts the callbacks, one of which is ours', 'asks a hook for a gradient within the backward pass, which carries the loss scale',
+                         "compares numbers to fp32's precision")
+
+def reason(
+    d:dict # Of a cell that differs
+) -> str:
+    "Why it does, as far as that can be told from its source and its error"
+    if d['follows'] is not None: return 'follows from another'
+    if 'len(learn.cbs)' in d['source']: return counts
+    if 'HookCallback' in d['source'] and 'stored' in d['source']: return inside
+    numbers = [*map(float, re.findall(r'-?\d+\.\d*(?:e[+-]?\d+)?', d['error']))]
+    n = len(numbers)//2
+    if n and all(math.isclose(a, b, rel_tol=0.01, abs_tol=1e-3) for a,b in zip(numbers[:n], numbers[n:])): return precise
+    return d['error'].split('\n')[0][:100]
+
+def table(res):
+    "Markdown"
+    def line(name, r): return (f"| {name} | {r['cells']} | {' | '.join(str(r['lacks'][k]) for k in needs)} | "
+                               f"{' | '.join(str(r['passed'][m]) for m in modes)} |")
+    rows = [r for r in res['rows'] if r['passed']['plain']]
+    total = {k: sum(r[k] for r in rows) for k in ('cells',)}|{k: {o: sum(r[k][o] for r in rows) for o in rows[0][k]} for k in ('lacks','passed')}
+    return '\n'.join(['| notebook | test cells | need a download | a GPU | a package | pass as they are | with fastai\'s `to_fp16` | `to_fp16_dynamic` | '
+        '`to_bf16_dynamic` |', '| --- |'+' --: |'*8, *(line(r['notebook'], r) for r in rows), line('all', total)])
+
+def differing(res):
+    "What does not pass with ours, and why: a line for each reason"
+    found = {}
+    for r in res['rows']:
+        for d in r['differs']:
+            if d['mode'].endswith('dynamic'): found.setdefault(reason(d), {}).setdefault((r['notebook'],d['cell']), []).append(d['mode'])
+    return [f"- {len(os)} {'cells' if len(os)>1 else 'cell'} {'of' if k in (counts,inside,precise) else 'of'}" for k,os in found.items()]
+
+def main(args=None):
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument('--fastai', required=True, help="a checkout of fastai's repository")
+    p.add_argument('--only', nargs='*', default=[], help='parts of the names of notebooks')
+    p.add_argument('--limit', type=float, default=600, help='seconds for a notebook in one mode')
+    p.add_argument('--out', default=Path(__file__).with_suffix('.json'), help='where the result goes')
+    a = p.parse_args(args)
+    from machine import machine
+    checkout = re.search(r'__version__\s*=\s*"(.+)"', Path(a.fastai, 'fastai', '__init__.py').read_text())[1]
+    with ThreadPoolExecutor(2) as pool: rows = list(pool.map(lambda o: row(o, a.limit), notebooks(a.fastai, a.only)))
+    res = dict(machine=machine(), fastai=fastai.__version__, checkout=checkout, rows=rows)
+    Path(a.out).write_text(json.dumps(res, indent=1))
+    print(table(res))
+
+if __name__=='__main__':
+    if sys.argv[1:2]==['--run']: run_cells(*sys.argv[2:])
+    else: main()
