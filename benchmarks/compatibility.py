@@ -36,7 +36,7 @@ def notebooks(
     only=() # Parts of names; none: all
 ) -> list:
     "The notebooks that build learners"
-    paths = sorted(Path(checkout, 'nbs').glob('*.ipynb'))
+    paths = sorted(Path(checkout, 'nbs').glob('[!_]*.ipynb'))
     return [p for p in paths if any(map(builds.search, tests(p))) and (not only or any(o in p.stem for o in only))]
 
 # %% one notebook in one mode, in a process of its own
@@ -133,37 +133,41 @@ def row(path, limit):
                 fails=[dict(cell=i, error=c['error']) for i,c in enumerate(plain) if c['error'] and not without[i]])
 
 # %% the result
-counts,inside,precise = ('counts the callbacks, one of which is ours', 'asks a hook for a gradient within the backward pass, which carries the loss scale',
-                         "compares numbers to fp32's precision")
-
 def reason(
     d:dict # Of a cell that differs
-) -> str:
-    "Why it does, as far as that can be told from its source and its error"
+) -> str: # To follow "one cell …"
+    "Why it does, as far as its source and its error tell"
     if d['follows'] is not None: return 'follows from another'
-    if 'len(learn.cbs)' in d['source']: return counts
-    if 'HookCallback' in d['source'] and 'stored' in d['source']: return inside
+    if re.search(r'len\(\w+\.cbs\)', d['source']): return 'counts the callbacks, and there is one more'
+    if 'HookCallback' in d['source'] and '.stored' in d['source']:
+        return 'asks a hook for a gradient in the middle of the backward pass, where the loss scale is still in it'
     numbers = [*map(float, re.findall(r'-?\d+\.\d*(?:e[+-]?\d+)?', d['error']))]
     n = len(numbers)//2
-    if n and all(math.isclose(a, b, rel_tol=0.01, abs_tol=1e-3) for a,b in zip(numbers[:n], numbers[n:])): return precise
-    return d['error'].split('\n')[0][:100]
+    near = n and all(math.isclose(a, b, rel_tol=0.01, abs_tol=1e-3) for a,b in zip(numbers[:n], numbers[n:]))
+    return "compares numbers to fp32's precision" if near else f"raises `{d['error'].splitlines()[0][:100]}`"
 
 def table(res):
     "Markdown"
-    def line(name, r): return (f"| {name} | {r['cells']} | {' | '.join(str(r['lacks'][k]) for k in needs)} | "
-                               f"{' | '.join(str(r['passed'][m]) for m in modes)} |")
     rows = [r for r in res['rows'] if r['passed']['plain']]
-    total = {k: sum(r[k] for r in rows) for k in ('cells',)}|{k: {o: sum(r[k][o] for r in rows) for o in rows[0][k]} for k in ('lacks','passed')}
-    return '\n'.join(['| notebook | test cells | need a download | a GPU | a package | pass as they are | with fastai\'s `to_fp16` | `to_fp16_dynamic` | '
-        '`to_bf16_dynamic` |', '| --- |'+' --: |'*8, *(line(r['notebook'], r) for r in rows), line('all', total)])
+    def line(name, rows):
+        numbers = [len(rows) and sum(r['cells'] for r in rows), *(sum(r['lacks'][k] for r in rows) for k in needs),
+                   *(sum(r['passed'][m] for r in rows) for m in modes)]
+        return f"| {name} | {' | '.join(map(str, numbers))} |"
+    head = ['notebook', 'test cells', *(f'need {k}' for k in needs), 'pass as they are', *(f'with `{m}`' for m in modes[1:])]
+    body = [*(line(r['notebook'], [r]) for r in rows), line('all', rows)]
+    return '\n'.join([f"| {' | '.join(head)} |", '| --- |'+' --: |'*(len(head)-1), *body])
 
 def differing(res):
-    "What does not pass with ours, and why: a line for each reason"
+    "Markdown: the cells that pass as they are and not with ours, by reason"
     found = {}
     for r in res['rows']:
         for d in r['differs']:
-            if d['mode'].endswith('dynamic'): found.setdefault(reason(d), {}).setdefault((r['notebook'],d['cell']), []).append(d['mode'])
-    return [f"- {len(os)} {'cells' if len(os)>1 else 'cell'} {'of' if k in (counts,inside,precise) else 'of'}" for k,os in found.items()]
+            if not d['mode'].endswith('dynamic'): continue
+            found.setdefault(reason(d), {}).setdefault((r['notebook'],d['cell']), []).append(f"`{d['mode']}`")
+    def line(why, cells):
+        books,how = ', '.join(dict.fromkeys(book for book,_ in cells)),' and '.join(dict.fromkeys(m for ms in cells.values() for m in ms))
+        return f"- {len(cells)} of {books}, with {how}: the cell {why}."
+    return '\n'.join(line(*o) for o in found.items())
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__)

@@ -1,7 +1,7 @@
 "benchmarks/README.md, from the JSON files that the scripts wrote: every number in it is one of theirs"
 import json
 from pathlib import Path
-import accumulation,bf16_cpu,convergence,gpu,memory,scale_policy,short_fits,step_cost
+import accumulation,bf16_cpu,compatibility,convergence,gpu,libraries,memory,scale_policy,short_fits,step_cost
 
 here = Path(__file__).parent
 def read(name): return json.loads((here/f'{name}.json').read_text())
@@ -17,6 +17,8 @@ scripts = {
     'convergence': 'where trainings end, next to fp32',
     'scaling': 'how the cost grows with the number of tensors and with their size',
     'diagnosis': 'what reports cost, and being able to run batches again',
+    'compatibility': "which cells of fastai's own notebooks pass, as they are and with each learner in half precision",
+    'libraries': 'flows of tsai and fastxtend, as they are and in half precision',
     'survival': 'what trainings and events are survived: the table of the [README](../README.md#what-survives)'}
 
 def _intro():
@@ -187,7 +189,34 @@ twenty would be).
 
 {convergence.table(res)}"""
 
-sections = _intro,_short,_ends,_steps,_diagnosis,_gpu,_bf16,_memory,_accumulated,_policies,_growth
+# %% programs
+def _programs():
+    res,theirs = read('compatibility'),read('libraries')
+    versions = ', '.join(f'{k} {v}' for k,v in theirs['libraries'].items())
+    return f"""## fastai's own notebooks
+
+{res['machine']}, fastai {res['fastai']}, notebooks of a checkout at {res['checkout']}: those that build learners, each in
+a process of its own. Their test cells run as they are, and with every learner in half precision from the moment it is made. Cells that
+need what the machine did not have are counted apart.
+
+{compatibility.table(res)}
+
+Of the cells that pass as they are, these do not with ours:
+
+{compatibility.differing(res)}
+
+## tsai and fastxtend
+
+{theirs['machine']}, fastai {theirs['fastai']}, {versions}: trainings, searches for a learning rate, exports,
+callbacks, optimizers and architectures of these libraries, each as it is and with ours. Distances are the largest of all losses of a
+flow to those of the same flow in fp32. fastxtend was made for fastai 2.7: some of its modules import names that fastcore and torch have
+moved since, and run with these put back.
+
+{libraries.table(theirs)}
+
+{libraries.failing(theirs)}""".rstrip()
+
+sections = _intro,_short,_ends,_programs,_steps,_diagnosis,_gpu,_bf16,_memory,_accumulated,_policies,_growth
 def make(): return '\n\n'.join(o() for o in sections)+'\n'
 
 if __name__=='__main__': (here/'README.md').write_text(make())

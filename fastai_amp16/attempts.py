@@ -21,6 +21,7 @@ from .healing import Healing,Making
 # %% ../nbs/15_attempts.ipynb #2b421d0c
 class Attempts(Healing):
     "The part of `DynamicMixedPrecision` that runs a batch as often as it takes"
+    writes = False # Do batches write to weights?
 
 # %% ../nbs/15_attempts.ipynb #0be608ac
 _asked,_first_asked = 256,16 # steps between looks at whether fp32 predicts the same, and the first of these
@@ -38,7 +39,7 @@ def begin(self:Attempts,
     if self.making.batches.attempt.plan is None: entry.plan = None # the batches before this one ran in fp32
     if self.rerun: self.making.batches.add()
     n = len(self.log.steps)+1
-    if first and n%_asked==_first_asked and n!=self.asked and self.training and self.rerun:
+    if first and n%_asked==_first_asked and n!=self.asked and self.training and self.rerun and not self.writes:
         self.asked = n # steps may be cancelled
         self.predict(f)
 
@@ -49,6 +50,7 @@ def begin_step(self:Attempts,
 ):
     "A step begins"
     s = self.scaler
+    s.scaled = False # whoever has used it before this step
     tries,static = possible and s.is_enabled() and s.dynamic,s.is_enabled() and not s.dynamic
     record = StepRecord(s.min_scale if tries else None, static, s.settled, possible, self.on_spiral!='warn', asks_first(self.log.vain))
     self.making = Making(Batches(self.learn, entry, self.ranks, *self.states), record)
@@ -118,7 +120,6 @@ def passes_on(self:Attempts,
     if not is_batch: return True
     if self.step_norm is not None: pass # its step was about to be taken
     elif self.making and not summed: self.making = None # there are no gradients, so no step has begun
-    elif self.judge_micro_batch(): return False # gradients wait for more: `GradientAccumulation` does this all the time
     if self.making: self.making.batches.wait()
     return True
 
@@ -143,7 +144,8 @@ def prepared(self:Attempts,
     record = making.record
     if what is Next.diagnose: attempt = self.examine(f)
     else: attempt = Attempt(self.plan, scale) if what is Next.again else Attempt(None)
-    record.in_fp32,record.reruns,making.bad = attempt.plan is None,record.reruns+1,None
+    record.in_fp32,record.reruns = attempt.plan is None,record.reruns+1
+    making.bad = making.outcome = making.what = None
     self.ranks.forget()
     return partial(making.batches.run, f, attempt)
 
@@ -199,16 +201,20 @@ def runs_for_others(self:Attempts) -> bool:
 
 # %% ../nbs/15_attempts.ipynb #f6bf6732
 @patch
+def find_writes(self:Attempts):
+    "In the step before such a look: does the batch write to weights? Then it is not looked at, or would write to them once more"
+    if len(self.log.steps)%_asked==_first_asked-2: self.writes = self.making.batches.has_written()
+
+@patch
 def predict(self:Attempts,
     f # Works on one batch
 ):
     "What fp32 predicts for the batch at hand; with several processes, both are of this one's batch alone"
     batches = self.making.batches
-    def pred(plan): return batches.look(f, Attempt(plan, backward=False), modules=False)
-    try:
-        fp32 = pred(None)
-        if fp32.error is None: self.making.pred = fp32.pred,pred(self.plan).pred if self.ranks.size>1 else None
-    except Exception as e: warn(f"Predictions could not be compared with those of fp32: {e}") # out of memory, say
+    def pred(plan): return batches.look(f, Attempt(plan, backward=False), modules=False, traceback=True)
+    fp32 = pred(None)
+    if fp32.error is None: self.making.pred = fp32.pred,pred(self.plan).pred if self.ranks.size>1 else None
+    elif not isinstance(fp32.error, torch.OutOfMemoryError) and pred(None).error is None: raise fp32.error # the user's, and only now
     batches.learner_state.put_back(batches.batches[-1])
 
 @patch
@@ -219,18 +225,6 @@ def compare(self:Attempts):
     making.silent,making.pred = deviation(self.pred if half is None else half, fp32)>wrong,None
 
 # %% ../nbs/15_attempts.ipynb #3e46f54f
-@patch
-def judge_micro_batch(self:Attempts):
-    "Is the loss of this batch, whose gradients wait for others, not finite? Then all since the last step run again"
-    making = self.making
-    if making is None or making.bad is None or making.record.lost or not self.rerun: return False
-    bad,raised = self.ranks.read([making.bad, int(self.runs_for_others())])
-    if math.isfinite(bad) and not raised: return False
-    if raised: making.record.asks_first = False # all ranks look into it
-    what = self.decide(Outcome.broken)
-    if what is Next.skip: making.record.lost = True # when the step comes
-    return what is not Next.skip
-
 @patch
 def results(self:Attempts) -> list: # Of tensors
     "Prediction and loss of the batch, or of one before it"
@@ -248,7 +242,8 @@ def judge_results(self:Attempts,
         return True
     ts = [] if raised else [t for t in self.results() if not any(t is b() for b in before)]
     device = self.plan.params[0].device
-    bad = ~torch.stack([t.detach().isfinite().all().to(device) for t in ts]).all() if ts else torch.tensor(raised, device=device)
+    ts = [t.detach().coalesce().values() if t.is_sparse else t.detach() for t in ts]
+    bad = ~torch.stack([t.isfinite().all().to(device) for t in ts]).all() if ts else torch.tensor(raised, device=device)
     bad = self.ranks.read([bad.float()])[0]
     if not bad and not record.in_fp32: return True
     what = self.decide(Outcome.broken if bad else Outcome.fine)

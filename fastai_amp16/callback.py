@@ -6,14 +6,15 @@
 __all__ = ['emulates_bf16', 'DynamicMixedPrecision']
 
 # %% ../nbs/16_callback.ipynb #59fe517b
+from importlib import import_module
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.tracker import TerminateOnNaNCallback
-from fastai.callback.training import GradientClip
+from fastai.callback.training import GradientAccumulation,GradientClip
 from torch.nn.utils import get_total_norm
-from .nested import cast_floats
-from .precision import PrecisionPlan,convs,unwrap
+from .nested import cast_floats,half_types
+from .precision import PrecisionPlan,convs
 from .clip import GradientNormClip
 from .entry import Entry
 from .grads import grad_params,grad_values
@@ -33,6 +34,10 @@ def emulates_bf16(
     return device.type=='cuda' and torch.version.hip is None and torch.cuda.get_device_capability(device)<(8,0)
 
 # %% ../nbs/16_callback.ipynb #e54856ea
+def _prepare_learners():
+    "What `Learner` needs is in a module after this one: whoever makes or unpickles a callback may not have imported that"
+    import_module('fastai_amp16.learner')
+
 class DynamicMixedPrecision(Attempts, MixedPrecision):
     """Mixed precision with fp32 master weights, fp32 norms, and steps that are taken when fp32 takes them
 
@@ -50,8 +55,8 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','ranks','making','states','resumed','unrecorded')
-    plan = ranks = making = states = resumed = step_norm = unrecorded = asked = None
+    _stateattrs = ('plan','ranks','making','states','resumed','unrecorded','context')
+    plan = ranks = making = states = resumed = step_norm = unrecorded = asked = context = None
     randoms,skipped,met = (),False,False
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
     __signature__ = None # the one of `__init__`, and not that of the class above
@@ -65,6 +70,7 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
         rerun:bool=True, # Run a batch again that half precision cannot hold? `False` where batches have effects outside
         **kwargs
     ):
+        _prepare_learners()
         modes = [o.value for o in AMPMode]
         who = type(self).__name__
         require(amp_mode in (*modes,*AMPMode), who, 'amp_mode', amp_mode, ' or '.join(map(repr, modes)))
@@ -77,6 +83,10 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
         self.said,self.fit_start = set(),0
         self.reports,self.promoted = [],[] # what diagnoses found, and what healing keeps in fp32, as `keep_fp32` takes it
 
+    def __setstate__(self, state):
+        _prepare_learners()
+        super().__setstate__(state)
+
     def __call__(self, event_name):
         if self.learn is not None: super().__call__(event_name) # else a callback before it has taken it away in this very event
 
@@ -85,9 +95,11 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
         "The half precision: `torch.float16` or `torch.bfloat16`"
         return torch.float16 if self.amp_mode==AMPMode.FP16 else torch.bfloat16
     @property
-    def autocast(self):
-        "As fastai's `MixedPrecision` has it: a context that others may enter"
-        return torch.autocast(next(self.learn.model.parameters()).device.type, dtype=self.dtype)
+    def autocast(self) -> torch.autocast:
+        "As fastai's `MixedPrecision` has it: one context, which others may enter in one event and leave in another"
+        device = next(self.learn.model.parameters()).device.type
+        if self.context is None or self.context.device!=device: self.context = torch.autocast(device, dtype=self.dtype)
+        return self.context
     @property
     def n_skipped(self) -> int:
         "Steps skipped so far"
@@ -116,9 +128,14 @@ def make_plan(self:DynamicMixedPrecision,
     model:nn.Module # `learn.model`, or what is to take its place
 ) -> PrecisionPlan:
     "Who computes in what in `model`; tells what is wrong with it"
-    names = {n for n,_ in unwrap(model).named_modules()}
-    self.promoted = [o for o in self.promoted if o.rstrip('.') in names] # the others were of another model
-    return PrecisionPlan(model, self.dtype, self.keeps())
+    return PrecisionPlan(model, self.dtype, self.keeps(model))
+
+@patch
+def suits(self:DynamicMixedPrecision) -> bool:
+    "Can `learn.model` compute in half precision? One that takes its place for a validation need not"
+    if self.plan is not None and self.plan.wrapped is self.learn.model: return True
+    try: return bool(self.make_plan(self.learn.model))
+    except ValueError: return False
 
 @patch
 def ready(self:DynamicMixedPrecision,
@@ -129,6 +146,7 @@ def ready(self:DynamicMixedPrecision,
     if self.plan is not None and self.plan.wrapped is not learn.model: self.plan = self.states = None # and modules may be others
     if self.plan is None:
         self.plan,self.ranks = self.make_plan(learn.model),Ranks(learn.model)
+        if self.training: self.promoted = self.promoted_in(learn.model) # the rest was of another model
     if entry is not None:
         states,now = self.states,(self.plan.model,learn.loss_func,learn)
         if states is None or any(a is not b for a,b in zip((states[0].model,states[0].loss_func,states[1].learn), now)):
@@ -139,29 +157,21 @@ def ready(self:DynamicMixedPrecision,
 
 @patch
 def before_fit(self:DynamicMixedPrecision):
-    "Plan anew, and check model and optimizer"
+    "Plan anew"
     self.learn.scaler = self.scaler
     self.plan,self.states,self.met = None,None,False
     for cb in self.learn.cbs:
         if (theirs := getattr(vars(cb).get('accelerator'), 'mixed_precision', 'no'))!='no':
             raise ValueError(f"Accelerate is set to mixed_precision={theirs!r}, a second mixed precision: "
                              "use `accelerate launch --mixed_precision no`.")
-    device = self.ready().params[0].device
-    if self.amp_mode==AMPMode.BF16 and emulates_bf16(device):
-        warn(f"{torch.cuda.get_device_name(device)} has no bf16 arithmetic and only emulates it, slowly: use to_fp16_dynamic().")
-    if self.opt is None: return # a validation before any fit
-    ours,held = set(self.plan.params),[p for pg in self.opt.param_lists for p in pg]
-    if held and not any(p in ours for p in held):
-        raise ValueError("The optimizer holds none of the model's parameters and would train another model: call learn.create_opt().")
 
 # %% ../nbs/16_callback.ipynb #1d1ea8d9
 @patch
 def meet(self:DynamicMixedPrecision):
     "Begin with the scale and history of rank 0, and what any rank keeps in fp32"
-    if self.met: return
-    self.ready()
-    if self.ranks.size==1: return
+    if self.met or Ranks(self.learn.model).size==1: return
     self.met = True
+    self.ready()
     mine = None if self.ranks.rank else (self.log, self.scaler.state_dict())
     promoted,states = zip(*self.ranks.gather((self.promoted, mine)))
     (self.log,scaler),*_ = states
@@ -170,10 +180,18 @@ def meet(self:DynamicMixedPrecision):
     self.ready()
 
 @patch
-def before_validate(self:DynamicMixedPrecision): self.meet()
+def _look_round(self:DynamicMixedPrecision):
+    "Callbacks may have exchanged modules of the model, or compiled them"
+    if (entry := vars(self.learn).get('_entry')) and entry.refresh(): self.plan = self.states = None
+
+@patch
+def before_validate(self:DynamicMixedPrecision):
+    self._look_round()
+    self.meet()
 
 @patch
 def before_train(self:DynamicMixedPrecision):
+    self._look_round()
     self.meet()
     self.log.epoch_start = len(self.log.steps)
     if self.resumed and hasattr(self.learn, 'skip_to_epoch'): set_learner_random_states(self.learn, self.resumed) # with a `start_epoch`
@@ -187,9 +205,10 @@ def after_epoch(self:DynamicMixedPrecision):
 @patch
 def before_batch(self:DynamicMixedPrecision): pass # a batch begins when all callbacks have prepared it
 @patch
-def after_pred(self:DynamicMixedPrecision): self.learn.pred = cast_floats(self.pred)
+def after_pred(self:DynamicMixedPrecision): self.learn.pred = cast_floats(self.pred, objects=True)
 @patch
-def after_loss(self:DynamicMixedPrecision): pass # autocast is off already
+def after_loss(self:DynamicMixedPrecision): # of predictions in what nobody can look into, a generator, say
+    if isinstance(self.loss, Tensor) and self.loss.dtype in half_types: self.learn.loss_grad = self.learn.loss = self.loss.float()
 
 @patch
 def before_backward(self:DynamicMixedPrecision):
@@ -211,19 +230,42 @@ def after_cancel_backward(self:DynamicMixedPrecision):
     if self.making: self.making.batches.scale_gradients(1.)
 
 @patch
-def before_step(self:DynamicMixedPrecision):
-    "Judge the attempt: take the step, skip it, or run again"
+def judge(self:DynamicMixedPrecision):
+    "Whoever looks at gradients after a backward pass finds true ones; and an attempt that cannot be used ends before anybody does"
     making = self.making
-    making.batches.scale_gradients(1.) # a learner's own program may not have done so after its backward pass
+    making.batches.scale_gradients(1.)
+    if not making.batches.attempt.counts or making.what is Next.skip or not (params := grad_params(self.learn.opt)): return
+    making.outcome,making.norm = self._judge(params)
+    if making.outcome is Outcome.fine: return # so far: there may be more gradients before the step
+    making.what = self.decide(making.outcome)
+    if making.what is not Next.skip: raise Left
+
+def _uses_gradients(cb, order):
+    "May the callback `cb` have changed them, or weights, before those of `order` come?"
+    if isinstance(cb, (DynamicMixedPrecision,GradientAccumulation)): return False
+    def has(event): return hasattr(type(cb), event) or event in vars(cb)
+    return has('after_backward') or cb.order<=order and has('before_step')
+
+@patch
+def judge_again(self:DynamicMixedPrecision):
+    "Before the step, where callbacks may have used the gradients meanwhile, or where a program of its own has given no other occasion"
+    making = self.making
+    if making.used or making.outcome is None: self.judge()
+    written = making.used and (self.ranks.size>1 or making.batches.has_written()) # all ranks must take it alike
+    if written: making.record.settled = True # no attempt comes after one that fits
+
+@patch
+def before_step(self:DynamicMixedPrecision):
+    "Take the step, skip it, or run again"
+    making = self.making
     if not making.batches.attempt.counts: raise Left
-    params = grad_params(self.learn.opt)
     cancelled = making.bad is None and self.ranks.size==1 # the backward pass; for what half precision has done to the loss?
-    if cancelled and not self.loss.isfinite().all(): outcome,norm = Outcome.broken,math.nan
-    elif not params: return
-    else: outcome,norm = self._judge(params)
-    what = self.decide(outcome)
-    if what is Next.step: self._take(norm)
-    elif what is Next.skip: self._skip(outcome, norm)
+    if cancelled and not self.loss.isfinite().all(): making.outcome,making.norm = Outcome.broken,math.nan
+    else: self.judge_again()
+    if making.outcome is None: return # there are no gradients
+    what = making.what or self.decide(making.outcome)
+    if what is Next.step: self._take(making.norm)
+    elif what is Next.skip: self._skip(making.outcome, making.norm)
     else: raise Left
 
 # %% ../nbs/16_callback.ipynb #655eb312
@@ -234,7 +276,9 @@ def _judge(self:DynamicMixedPrecision, params):
     norm,bad = get_total_norm(grad_values(params)),making.bad
     others = grad_values([p for p in self.plan.params if p.grad is not None and p not in held])
     signs = making.batches.model_state.verdict(norm.device),0 if bad is None else bad,0*get_total_norm(others) if others else 0
-    norm,spoilt,bad,others,raised,silent = self.ranks.read([norm, *signs, int(self.runs_for_others()), int(making.silent)])
+    used = any(_uses_gradients(cb, self.order) for cb in self.learn.cbs)
+    flags = int(self.runs_for_others()),int(making.silent),int(used)
+    norm,spoilt,bad,others,raised,silent,making.used = self.ranks.read([norm, *signs, *flags])
     norm /= self.ranks.size
     if math.isfinite(norm+spoilt+others) and not raised and not silent: return Outcome.fine,norm
     if raised: making.record.asks_first = False # all ranks look into it
@@ -244,6 +288,7 @@ def _judge(self:DynamicMixedPrecision, params):
 @patch
 def _take(self:DynamicMixedPrecision, norm):
     making,record = self.making,self.making.record
+    self.find_writes()
     scale = making.batches.attempt.scale
     self.log.add(scale, record.reruns, False, norm)
     self.scaler.took(scale)
@@ -300,9 +345,9 @@ def after_cancel_step(self:DynamicMixedPrecision):
     making = self.making
     if not making or making.done: return
     if not making.batches.attempt.counts: raise Left
-    if making.passes is None and (params := grad_params(self.learn.opt)):
-        outcome,_ = self._judge(params)
-        what = self.decide(outcome)
+    self.judge_again()
+    if making.outcome is not None and making.passes is None:
+        what = making.what or self.decide(making.outcome)
         if what not in (Next.step,Next.skip): raise Left
         if what is Next.skip: making.batches.put_back()
     making.done = True
@@ -343,7 +388,7 @@ def end_batch(self:DynamicMixedPrecision):
 @patch
 def after_batch(self:DynamicMixedPrecision):
     "A loss that no precision could hold belongs to a skipped step, and is no part of the average"
-    lost = self.skipped or self.making is not None and self.making.record.lost # the latter where its gradients wait for others
+    lost = self.skipped or self.making is not None and self.making.what is Next.skip # the latter where its gradients wait for others
     if not self.training or not lost or not hasattr(self.learn, 'recorder') or self.loss is None: return
     if math.isfinite(self.ranks.read([0*self.loss.detach().float().sum()])[0]): return # the recorder of each rank gathers those of all
     if self.recorder.run: self.unrecorded,self.recorder.run = self.recorder,False
@@ -370,8 +415,14 @@ def start(self:DynamicMixedPrecision,
     goes_on:bool # Does it continue a fit of before?
 ):
     "A fit begins"
-    self.drop_step()
+    self.promoted = self.promoted_in(self.learn.model)
+    device,held = self.ready().params[0].device,[p for pg in self.opt.param_lists for p in pg]
+    if held and not {*held} & {*self.plan.params}:
+        raise ValueError("The optimizer holds none of the model's parameters and would train another model: call learn.create_opt().")
+    if self.amp_mode==AMPMode.BF16 and emulates_bf16(device):
+        warn(f"{torch.cuda.get_device_name(device)} has no bf16 arithmetic and only emulates it, slowly: use to_fp16_dynamic().")
     self._warn_of_slow_convs()
+    self.drop_step()
     self.said,self.fit_start = set(),len(self.log.steps)
     if not goes_on: self.log.vain = self.log.unsaved = 0
 

@@ -51,6 +51,7 @@ def deviation(
     Where these hardly differ, as those of an untrained network may, relative to a third of their size: rounding would look like a fault."""
     res = [0.]
     for a,b in zip(tensors(pred), tensors(reference)):
+        if a.layout!=torch.strided: a,b = a.to_dense(),b.to_dense()
         a,b = [torch.where(a.isfinite() & b.isfinite(), o.detach(), 0).double() for o in (a,b)]
         spread = b-b.mean(0) if b.dim() and len(b)>1 else b
         if (d:=(a-b).norm()): res.append((d/torch.maximum(spread.norm(), b.norm()/3)).item())

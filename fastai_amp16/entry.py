@@ -18,7 +18,7 @@ class _Gate(StandIn):
     def __init__(self, entry, module, attr):
         super().__init__(module)
         self.entry,self.attr,self.attrs = entry,attr,vars(module)
-        self.before = self.attrs.get(attr)
+        self.before,self.current = self.attrs.get(attr),True
         if attr!='forward': self.own = self.before # a module that was compiled in place: `_call_impl`, hooks included
     def __call__(self, *args, **kwargs): return self.entry.call(self, args, kwargs)
 
@@ -34,7 +34,8 @@ _without = (DistributedDataParallel, torch.jit.ScriptModule) # modules that get 
 
 class Entry:
     "The stand-ins of one model, and the plan that its forward passes follow"
-    def __init__(self): self.plan,self.model,self.gates,self.passes,self.depth,self.at_next = None,None,[],0,0,None
+    def __init__(self):
+        self.plan,self.model,self.gates,self.passes,self.depth,self.at_next,self.inside = None,None,[],0,0,None,False
 
     def stand(self,
         model:nn.Module # `learn.model`, wrapped or not
@@ -42,20 +43,44 @@ class Entry:
         "Put stand-ins on the modules of `model`; on those of a `DistributedDataParallel` inside, and not on itself"
         if model is self.model: return
         self.leave()
-        modules = [m for m in dict.fromkeys((*unwrapped(model), *model.modules())) if not isinstance(m, _without)]
-        compiled = [m for m in modules if m.__dict__.get('_compiled_call_impl') is not None]
-        gates = [*(_Gate(self, m, 'forward') for m in modules), *(_Gate(self, m, '_compiled_call_impl') for m in compiled)]
-        self.gates = [(g.attrs,g.attr,g.own,g) for g in gates] # side by side in memory
+        self.gates = [self._gate(*o) for o in self._places(model)]
         self.model = model
         self.place()
+
+    def _places(self, model):
+        modules = [m for m in dict.fromkeys((*unwrapped(model), *model.modules())) if not isinstance(m, _without)]
+        compiled = [m for m in modules if m.__dict__.get('_compiled_call_impl') is not None]
+        return [*((m,'forward') for m in modules), *((m,'_compiled_call_impl') for m in compiled)]
+
+    def refresh(self) -> bool: # Has anything changed?
+        "Do it anew if there are other modules in the model, or if some have been compiled since"
+        model = self.model
+        if model is None or self._places(model)==[(g.module,g.attr) for *_,g in self.gates]: return False
+        self.leave()
+        self.stand(model)
+        return True
+
+    def _gate(self, m, attr):
+        g = _Gate(self, m, attr)
+        return g.attrs,attr,g.own,g # side by side in memory
+    def _exchange(self, i):
+        "Somebody has given a module another `forward`, or its class's back: that is its own from now on"
+        *_,g = self.gates[i]
+        g.current = False # it stands for the one before
+        self.gates[i] = self._gate(g.module, g.attr)
+        return self.gates[i]
 
     # at each forward pass, for all modules
     def place(self):
         "Put the stand-ins in"
-        for attrs,k,_,g in self.gates: attrs[k] = g
+        for i,(attrs,k,own,g) in enumerate(self.gates):
+            f = attrs.get(k)
+            if f is not own and f is not g: *_,g = self._exchange(i)
+            attrs[k] = g
     def clear(self):
         "Take them out for a forward pass"
-        for attrs,k,own,_ in self.gates:
+        for i,(attrs,k,own,g) in enumerate(self.gates):
+            if attrs.get(k) is not g: *_,own,_ = self._exchange(i)
             if own is None: attrs.pop(k, None)
             else: attrs[k] = own
     def leave(self):
@@ -73,6 +98,7 @@ class Entry:
     ): # What the module returns; tensors in half precision are cast to fp32
         "A call from outside a forward pass"
         plan,m = self.plan,gate.module
+        if self.inside or self.model is None: return gate.forward(*args, **kwargs) # held by a `forward` of the user's own
         if plan is None: return self._in_fp32(gate, args, kwargs)
         if self._recomputes(plan): return self._again(plan.stand_ins.get(m, gate.forward), args, kwargs)
         if m in plan.in_fp32 and m not in plan.stand_ins: return gate.forward(*args, **kwargs)
@@ -101,11 +127,14 @@ class Entry:
             at_next()
         def forward():
             self.clear()
+            self.inside = True
             run.open()
-            res = (gate.module.forward if gate.attr=='forward' else gate.module)(*args, **kwargs)
+            f = gate.forward if not gate.current else gate.module.forward if gate.attr=='forward' else gate.module
+            res = f(*args, **kwargs)
             run.finish()
-            return cast_floats(res)
+            return cast_floats(res, objects=True)
         def put_back():
             run.close()
+            self.inside = False
             if self.gates: self.place()
         return guarded(forward, put_back)

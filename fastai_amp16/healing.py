@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fastai.basics import *
 from .precision import as_list,find_modules,unwrap
 from .entry import Entry
-from .step import StepRecord
+from .step import Next,Outcome,StepRecord
 from .rerun import Attempt,Batches
 from .diagnose import Case,find,merged
 
@@ -21,6 +21,10 @@ class Making:
     batches:Batches # What runs, and how it runs again
     record:StepRecord # Which attempts there were
     bad:object = None # 0, or NaN where a loss was not finite; `None` before a backward pass
+    outcome:Outcome = None # Of the present attempt, so far
+    norm:float = None # Of its gradients
+    what:Next = None # What comes after it, where that is known before the step comes
+    used:bool = False # May callbacks, on any rank, change gradients or weights before the step comes?
     began:int = None # Forward passes when the last backward pass began
     passes:int = None # Forward passes when the step was judged; `None` before that
     error:Exception = None # What half precision has raised
@@ -36,9 +40,19 @@ class Healing:
 
 # %% ../nbs/14_healing.ipynb #f43fc88b
 @patch
-def keeps(self:Healing) -> list:
+def promoted_in(self:Healing,
+    model:nn.Module # `learn.model`, or what is to take its place
+) -> list:
+    "What healing keeps in fp32 and `model` has"
+    names = {n for n,_ in unwrap(model).named_modules()}
+    return [o for o in self.promoted if o.rstrip('.') in names]
+
+@patch
+def keeps(self:Healing,
+    model:nn.Module=None # As above
+) -> list:
     "All that stays in fp32 besides norms, as `keep_fp32` takes it"
-    return [*as_list(self.keep_fp32), *self.promoted]
+    return [*as_list(self.keep_fp32), *self.promoted_in(self.learn.model if model is None else model)]
 
 # %% ../nbs/14_healing.ipynb #0faebec7
 @patch
@@ -71,10 +85,19 @@ def examine(self:Healing,
         warn(f"A batch is not finite in {self.amp_mode.value}, and the diagnosis failed: {o.failure}")
     quiet = ('healthy',) if self.training else ('healthy','weights','data','divergence')
     reports = merged([o.report if o.report and o.report.verdict not in quiet else None for o in found])
+    if raised and reports and not healed and not self.repeats(f): reports = []
     self.reports += reports
     if healed: self.promote(reports)
     self.tell([r for r in reports if r.verdict!='scale'])
     return self.after_look(reports, healed, lost, raised, any(o.silent for o in found))
+
+@patch
+def repeats(self:Healing,
+    f # Works on one batch
+) -> bool: # With several processes, on any of them
+    "Does half precision raise twice in a row? Else it is not to blame: something that counts its calls, say, raises by itself"
+    case = self.case(f)
+    return any(self.ranks.gather(all(case.run().error is not None for _ in range(2))))
 
 @patch
 def raise_first(self:Healing):

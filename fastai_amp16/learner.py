@@ -44,7 +44,7 @@ def _standing(learn, f):
         vars(learn).pop('_entry', None)
     def run():
         learn._entry = entry
-        if mp := running(learn): mp.ready(entry)
+        if (mp := running(learn)) and (learn._fitting or mp.suits()): mp.ready(entry)
         f()
     guarded(run, leave)
 
@@ -67,6 +67,7 @@ def _batch(learn, f):
         if entry is not None: entry.leave() # mixed precision went in the middle of a fit
         return f()
     if entry is None: return _standing(learn, partial(_batch, learn, f)) # `learn.one_batch`, called outside a fit
+    if not learn.training and not mp.suits(): return f()
     training,ended = learn.training,[]
     def run():
         try: mp.run_batch(entry, f)
@@ -82,11 +83,13 @@ def _batch(learn, f):
 
 def _backward(learn, f):
     try: f()
-    finally: # a callback that looks at gradients sees true ones, whatever its order
+    except BaseException: # whatever it is, gradients do not stay multiplied
         if (mp := running(learn)) and mp.making: mp.making.batches.scale_gradients(1.)
-    if not mp or not mp.making: return
+        raise
+    if not (mp := running(learn)) or not mp.making: return
     mp.making.summed = True
-    if not (mp.making.batches.attempt.counts or learn._fitting): raise Left # there is no step outside a fit
+    mp.judge()
+    if not mp.making.batches.attempt.counts: raise Left # a look ends here, before anybody uses the gradients
 
 def _step(learn, f):
     mp = running(learn)
@@ -113,9 +116,58 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
 
 Learner._with_events.fastais = _with_events_fp32
 
+# %% ../nbs/17_learner.ipynb #febe9b86
+class _OptAndMore:
+    "What `opt` is while a checkpoint is saved or loaded: the optimizer, the scaler of `mp`, and the random state"
+    def __init__(self, opt, mp): self.opt,self.mp = opt,mp
+    def state_dict(self):
+        mp = self.mp
+        return {**self.opt.state_dict(), 'scaler':mp.scaler.state_dict(), 'healing':{'promoted':mp.promoted, 'vain':mp.log.vain},
+                'random':mp.resumed or {**learner_random_states(mp.learn), 'ranks':list(mp.randoms[1:])}}
+    def load_state_dict(self, sd):
+        sd,mp = dict(sd),self.mp
+        scaler,random,healing = [sd.pop(k, None) for k in ('scaler','random','healing')]
+        mp.resumed = random
+        if rank := rank_distrib(): mp.resumed = ((random or {}).get('ranks', ())[rank-1:rank] or [None])[0]
+        self.opt.load_state_dict(sd)
+        if mp.learn._grab_cbs(LRFinder): return # a search gives the weights back, and keeps what it found: scale and promotions
+        mp.plan = None
+        if healing: mp.promoted,mp.log.vain = healing['promoted'],healing['vain']
+        if scaler: mp.scaler.load_state_dict(scaler)
+
+def _saves_more(cls, name):
+    "Let `cls.name`, which saves or loads, take an `_OptAndMore` for the optimizer where a `DynamicMixedPrecision` is at work"
+    fastais = _fastais(cls, name)
+    @functools.wraps(fastais)
+    def f(self, *args, **kwargs):
+        mp = running(self)
+        if mp is None or isinstance(self.opt, _OptAndMore): return fastais(self, *args, **kwargs)
+        if name=='load' and self.opt is None: self.create_opt()
+        opt = self.opt
+        def run():
+            if opt is not None: self.opt = _OptAndMore(opt, mp)
+            return fastais(self, *args, **kwargs)
+        def put_back():
+            self.opt = opt
+            if name=='load': mp.drop_step() # it belongs to the weights before
+        return guarded(run, put_back)
+    f.fastais = fastais
+    setattr(cls, name, f)
+
+@functools.cache
+def _save_more(cls):
+    "Let all classes that `cls` is made of do so; fastai's `TextLearner` has a `load` of its own"
+    for c in cls.__bases__: _save_more(c)
+    for name in ('save','load'):
+        if name in vars(cls): _saves_more(cls, name)
+
+_save_more(Learner)
+
 # %% ../nbs/17_learner.ipynb #5800eea2
 _add_cb,_remove_cb,_added_cbs = (_fastais(Learner, o) for o in ('add_cb','remove_cb','added_cbs'))
-_kinds = (MixedPrecision, ModelToHalf, NonNativeMixedPrecision)
+
+def _is_mixed(cb): # other libraries have a `MixedPrecision` of their own
+    return isinstance(cb, (MixedPrecision,ModelToHalf,NonNativeMixedPrecision)) or cb.name=='mixed_precision'
 
 def _called(cb):
     mode = getattr(cb, 'amp_mode', None)
@@ -128,10 +180,10 @@ def add_cb(self:Learner,
     "fastai's own; a mixed precision takes the place of the one that was there, where either is a `DynamicMixedPrecision`, and says so"
     if isinstance(cb, type): cb = cb()
     ours = isinstance(cb, DynamicMixedPrecision)
-    if isinstance(cb, _kinds):
-        old = [o for o in self.cbs if o is not cb and (ours and isinstance(o, _kinds) or isinstance(o, DynamicMixedPrecision))]
+    if _is_mixed(cb):
+        old = [o for o in self.cbs if o is not cb and (ours and _is_mixed(o) or isinstance(o, DynamicMixedPrecision))]
         self.remove_cbs(old)
-        if old: print(f"{_called(cb)} replaces {' and '.join(map(_called, old))}.")
+        if any(_called(o)!=_called(cb) for o in old): print(f"{_called(cb)} replaces {' and '.join(map(_called, old))}.")
     if ours: _save_more(type(self))
     return _add_cb(self, cb)
 
@@ -141,6 +193,7 @@ def remove_cb(self:Learner,
 ):
     "fastai's own; with a `DynamicMixedPrecision` goes its scaler, for which an export would need this package"
     res = _remove_cb(self, cb)
+    if isinstance(cb, type) and cb.__name__=='MixedPrecision': _remove_cb(self, DynamicMixedPrecision) # of another library
     if isinstance(vars(self).get('scaler'), DynamicScaler) and not self._grab_cbs(DynamicMixedPrecision): self.scaler = None
     return res
 
@@ -150,7 +203,7 @@ def added_cbs(self:Learner,
     cbs # Callbacks, or classes of callbacks, as for `fit(cbs=…)`
 ):
     "fastai's own; a mixed precision that they replace comes back"
-    def mixed(): return [cb for cb in self.cbs if isinstance(cb, _kinds)]
+    def mixed(): return [cb for cb in self.cbs if _is_mixed(cb)]
     before,back = mixed(),[]
     try:
         with _added_cbs(self, cbs):
@@ -262,50 +315,3 @@ def diagnose_fp16(self:Learner,
     What the batch raises in fp32 is raised; `ValueError` for a model without parameters, or with parameters in half precision."""
     if looking(self): return # a callback that asks for a report is part of it
     with training_case(self, b) as case: return diagnose(case, inside=lambda n: True)
-
-# %% ../nbs/17_learner.ipynb #febe9b86
-class _OptAndMore:
-    "What `opt` is while a checkpoint is saved or loaded: the optimizer, the scaler of `mp`, and the random state"
-    def __init__(self, opt, mp): self.opt,self.mp = opt,mp
-    def state_dict(self):
-        mp = self.mp
-        return {**self.opt.state_dict(), 'scaler':mp.scaler.state_dict(), 'healing':{'promoted':mp.promoted, 'vain':mp.log.vain},
-                'random':mp.resumed or {**learner_random_states(mp.learn), 'ranks':list(mp.randoms[1:])}}
-    def load_state_dict(self, sd):
-        sd,mp = dict(sd),self.mp
-        scaler,random,healing = [sd.pop(k, None) for k in ('scaler','random','healing')]
-        mp.resumed = random
-        if rank := rank_distrib(): mp.resumed = ((random or {}).get('ranks', ())[rank-1:rank] or [None])[0]
-        self.opt.load_state_dict(sd)
-        if mp.learn._grab_cbs(LRFinder): return # a search gives the weights back, and keeps what it found: scale and promotions
-        mp.plan = None
-        if healing: mp.promoted,mp.log.vain = healing['promoted'],healing['vain']
-        if scaler: mp.scaler.load_state_dict(scaler)
-
-def _saves_more(cls, name):
-    "Let `cls.name`, which saves or loads, take an `_OptAndMore` for the optimizer where a `DynamicMixedPrecision` is at work"
-    fastais = _fastais(cls, name)
-    @functools.wraps(fastais)
-    def f(self, *args, **kwargs):
-        mp = running(self)
-        if mp is None or isinstance(self.opt, _OptAndMore): return fastais(self, *args, **kwargs)
-        if name=='load' and self.opt is None: self.create_opt()
-        opt = self.opt
-        def run():
-            if opt is not None: self.opt = _OptAndMore(opt, mp)
-            return fastais(self, *args, **kwargs)
-        def put_back():
-            self.opt = opt
-            if name=='load': mp.drop_step() # it belongs to the weights before
-        return guarded(run, put_back)
-    f.fastais = fastais
-    setattr(cls, name, f)
-
-@functools.cache
-def _save_more(cls):
-    "Let all classes that `cls` is made of do so; fastai's `TextLearner` has a `load` of its own"
-    for c in cls.__bases__: _save_more(c)
-    for name in ('save','load'):
-        if name in vars(cls): _saves_more(cls, name)
-
-_save_more(Learner)

@@ -10,35 +10,62 @@ import copy
 from collections.abc import Mapping,MutableMapping
 from dataclasses import fields,is_dataclass
 import torch
-from torch import Tensor
+from torch import Tensor,nn
+from types import MappingProxyType
 from fastcore.foundation import L
 
 # %% ../nbs/01_nested.ipynb #6dd3ff2c
 def replace(
-    o, # A tensor, or tuples, lists, dicts and dataclasses of them, at any depth; everything else is passed on
-    f # Takes a tensor and returns what takes its place
+    o, # A tensor, or tuples, lists, sets, dicts and dataclasses of them, at any depth; everything else is passed on
+    f, # Takes a tensor and returns what takes its place
+    objects:bool=False # Look into the attributes of other objects, too?
 ): # Like `o`: containers keep their types, named tuples and dict subclasses included
     "`o` with `f(t)` in place of each tensor `t`"
+    def again(v): return replace(v, f, objects)
     if isinstance(o, Tensor): return f(o)
-    if type(o) in (tuple,list): return type(o)([replace(v, f) for v in o]) # the most frequent ones, quickly
+    if type(o) in (tuple,list): return type(o)([again(v) for v in o]) # the most frequent ones, quickly
     if is_dataclass(o) and not isinstance(o, (type,MutableMapping)):
         res = copy.copy(o)
-        for k in fields(o): object.__setattr__(res, k.name, replace(getattr(o, k.name), f)) # also where it is frozen
+        for k in fields(o): object.__setattr__(res, k.name, again(getattr(o, k.name))) # also where it is frozen
         return res
     if isinstance(o, MutableMapping):
         res = copy.copy(o)
         if not isinstance(o, dict): # an attribute has its contents
             vars(res).update({k: copy.copy(v) for k,v in vars(o).items() if isinstance(v, (dict,list))})
-        for k,v in o.items(): res[k] = replace(v, f)
+        for k,v in o.items(): res[k] = again(v)
         return res
-    if not isinstance(o, (tuple,list,L)): return o
-    res = [replace(v, f) for v in o]
+    if isinstance(o, MappingProxyType): return MappingProxyType(again(dict(o)))
+    if isinstance(o, (tuple,list,L)) or isinstance(o, (set,frozenset)) and any(isinstance(v, Tensor) for v in o):
+        return _like(o, [again(v) for v in o])
+    return _with_attributes(o, f) if objects else o
+
+def _like(o, items):
+    "A container as `o`, with other items and the same attributes"
     if isinstance(o, list) and type(o) is not list:
-        same = copy.copy(o) # with the attributes of a subclass
-        same[:] = res
-        return same
-    try: return type(o)(*res) if hasattr(o, '_fields') else type(o)(res)
-    except TypeError: return tuple.__new__(type(o), res) if isinstance(o, tuple) else res # a class with a constructor of its own
+        res = copy.copy(o)
+        res[:] = items
+        return res
+    try: res = type(o)(*items) if hasattr(o, '_fields') else type(o)(items)
+    except TypeError: res = tuple.__new__(type(o), items) if isinstance(o, tuple) else items # a class with a constructor of its own
+    if hasattr(res, '__dict__') and not isinstance(o, L): vars(res).update(vars(o))
+    return res
+
+def _with_attributes(o, f):
+    "A copy of an object, of whose attributes some hold other tensors; the object itself if none does"
+    if isinstance(o, (type,nn.Module)) or callable(o): return o
+    names = [k for c in type(o).__mro__ for k in [*getattr(c, '__slots__', ())] if hasattr(o, k)]
+    new = {}
+    for k in (*names, *(vars(o) if hasattr(o, '__dict__') else ())):
+        changed = []
+        def g(t, changed=changed):
+            res = f(t)
+            if res is not t: changed.append(res)
+            return res
+        v = replace(getattr(o, k), g)
+        if changed: new[k] = v
+    res = copy.copy(o) if new else o
+    for k,v in new.items(): object.__setattr__(res, k, v) # also where it is frozen
+    return res
 
 # %% ../nbs/01_nested.ipynb #1fdb1368
 def tensors(
@@ -57,7 +84,8 @@ half_types = (torch.float16, torch.bfloat16)
 def cast_floats(
     o, # A tensor, or containers of tensors at any depth
     dtype:torch.dtype=torch.float32, # What to cast to
-    types:tuple=half_types # What to cast; other dtypes are left alone
+    types:tuple=half_types, # What to cast; other dtypes are left alone
+    objects:bool=False # Look into the attributes of other objects, too?
 ): # Like `o`: containers keep their types, tensors their subclass
     "Cast the tensors in `o` whose dtype is among `types`"
     def cast(t):
@@ -66,4 +94,4 @@ def cast_floats(
         # fastai's `SequentialEx` hangs the input of a block on a tensor
         if not torch.compiler.is_compiling() and t.__dict__: res.__dict__.update(t.__dict__)
         return res
-    return cast(o) if isinstance(o, Tensor) else replace(o, cast)
+    return cast(o) if isinstance(o, Tensor) else replace(o, cast, objects)

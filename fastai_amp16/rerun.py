@@ -32,7 +32,7 @@ class Attempt:
     "How a batch runs: who computes in what, the loss scale, and how far it goes"
     plan:PrecisionPlan = None # `None`: all in fp32
     scale:float = 1. # Of the loss
-    counts:bool = True # May it end in a step? A look ends where the step would begin
+    counts:bool = True # May it end in a step? A look ends with the backward pass
     backward:bool = True # `False`: it ends where the backward pass would begin
     scaled:float = 1. # What the gradients are multiplied by now: `scale` within a backward pass, 1 outside
 
@@ -265,6 +265,10 @@ class Batches:
         try: yield
         finally: self.batches = before
 
+    def has_written(self) -> bool:
+        "Was a weight written to since the start of the step, as far as torch has seen it?"
+        return self.model_state.weights()[:-1]!=self.weights[:-1]
+
     def can_run_again(self) -> bool:
         "Can all that happened since the start of the step be put back?"
         if not self.in_memory or self.model_state.is_stuck(self.noted) or any(map(self.learner_state.is_stuck, self.batches)): return False
@@ -309,8 +313,8 @@ class Batches:
             self.learner_state.put_back(self.batches[self.at])
             for write in self.changed[self.at]: write()
             try: f()
-            except CancelBatchException: # its gradients wait for the others'
-                if self.at==len(self.batches)-1: raise
+            except (CancelBatchException,Left) as e: # its gradients wait for the others'; in a look, all batches are left
+                if self.at==len(self.batches)-1 or attempt.counts and isinstance(e, Left): raise
 
 # %% ../nbs/10_rerun.ipynb #6ceb0d89
 @patch
@@ -319,6 +323,7 @@ def look(self:Batches,
     attempt:Attempt, # How it runs
     inside=None, # Names of the modules whose operations are to be seen as well, as a predicate
     modules:bool=True, # Look at the modules, or only at what comes out in the end?
+    traceback:bool=False, # Shall an exception keep its own, and with it all that was alive there?
     **kwargs # For `Watch`
 ) -> Watch: # What was seen: `finite`, `error`, `pred`, `frames` and more
     "Run all batches and note what goes through the modules; an exception that they raise is noted, too"
@@ -338,7 +343,8 @@ def look(self:Batches,
         with self.ranks.alone(), _eager(), grads, watch, nullcontext():
             try: self.run(batch, attempt)
             except (Left,*not_faults): pass
-            except Exception as e: watch.error,watch.open = e.with_traceback(None),watch.stack[-1] if watch.stack else None
+            except Exception as e:
+                watch.error,watch.open = e.with_traceback(e.__traceback__ if traceback else None),watch.stack[-1] if watch.stack else None
             watch.on = False
             watch.pred,loss = cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
             results = loss if len(learn.yb) and loss is not None else watch.pred

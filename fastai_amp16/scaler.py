@@ -65,6 +65,7 @@ class DynamicScaler(GradScaler):
         self.settled = False # has a step been taken at this scale, or one that it grew or fell from?
         self._target = None # the scale to return to after a single batch forced it far down
         self._calm = 0 # healthy steps since the last doubling
+        self.scaled = False # has `scale` been called since the last step?
 
     # torch fills its tensors from `_init_scale` and `_init_growth_tracker`: kept up to date, they are the scaler's memory on the host
     def get_scale(self) -> float:
@@ -77,6 +78,21 @@ class DynamicScaler(GradScaler):
         if self._scale is not None and self._init_scale!=before: self._scale.fill_(self._init_scale)
 
 # %% ../nbs/00_scaler.ipynb #61fc4715
+@patch
+def scale(self:DynamicScaler,
+    outputs # A tensor, or an iterable of tensors
+): # Like `outputs`
+    "Multiply `outputs`, a loss say, by the scale"
+    self.scaled = True
+    return super(DynamicScaler, self).scale(outputs)
+
+@patch
+def unscale_(self:DynamicScaler,
+    optimizer # Whose gradients
+):
+    "Divide gradients by the scale; does nothing where nothing was scaled since the last step, as in a `fit`, whose gradients are true"
+    if self.scaled: super(DynamicScaler, self).unscale_(optimizer)
+
 @patch
 def _next_scale(self:DynamicScaler, overflow):
     "The scale of the next step, after a step whose gradients did or did not `overflow`"
@@ -98,6 +114,7 @@ def update(self:DynamicScaler,
     found_inf:bool|None=None # Did the gradients overflow? `None`: read what `unscale_` found, which waits for the device
 ):
     "Close a step: choose the scale of the next one"
+    self.scaled = False
     if not self._enabled: return
     if new_scale is None:
         if found_inf is None:
@@ -116,6 +133,7 @@ def took(self:DynamicScaler,
     scale:float # The loss scale of the run whose gradients were finite, at most the present one
 ):
     "A step was taken at `scale`: choose the scale of the next one"
+    self.scaled = False
     if not (self._enabled and self.dynamic): return
     now,settled,self.settled = self._init_scale,self.settled,True
     if scale<now: return self._fell(scale, settled)

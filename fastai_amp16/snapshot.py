@@ -15,6 +15,7 @@ from fastai.callback.fp16 import MixedPrecision
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from .nested import replace
+from .precision import writes_weights
 
 # %% ../nbs/07_snapshot.ipynb #26fcec0f
 _long = 2000 # a list beyond this length is a log, which only grows; a dict is a cache
@@ -109,14 +110,16 @@ def _write(t, c):
 
 class _Tensors:
     "Notes tensors by place, and learns in which places they change"
-    def __init__(self, always=0): self.changing,self.marks,self.alive,self.begun,self.always = set(),{},[],False,always
+    def __init__(self, always=0, unseen=()):
+        self.changing,self.marks,self.alive,self.begun,self.always,self.unseen = set(),{},[],False,always,unseen
 
     def note(self, places):
         "Copies of the tensors in `places`, a dict from places to tensors, and what they were"
         for place,(t,mark,*_) in self.marks.items():
             if place in places and _mark(t)!=mark: self.changing.add(place)
         self.marks = {k: (t,_mark(t),t.requires_grad,t.grad) for k,t in places.items()}
-        copies = {k: t.detach().clone() for k,t in places.items() if not self.begun or k in self.changing or t.numel()<=self.always}
+        copies = {k: t.detach().clone() for k,t in places.items()
+                  if not self.begun or k in self.changing or k in self.unseen or t.numel()<=self.always}
         self.begun,self.alive = True,[t.untyped_storage() for t in places.values() if _has_data(t)] # or another could get the address
         return self.marks,copies,self.alive
 
@@ -126,11 +129,10 @@ class _Tensors:
         marks,copies,_ = noted
         return any(k not in copies and _mark(t)!=mark for k,(t,mark,*_) in marks.items())
 
-    @staticmethod
-    def put_back(noted):
+    def put_back(self, noted):
         marks,copies,_ = noted
         for k,(t,mark,requires_grad,grad) in marks.items():
-            if k in copies and _mark(t)!=mark: _write(t, copies[k])
+            if k in copies and (_mark(t)!=mark or k in self.unseen): _write(t, copies[k])
             if t.grad_fn is not None and not t._is_view(): t.detach_() # it was written to with gradients
             if t.is_leaf and t.requires_grad!=requires_grad: t.requires_grad_(requires_grad)
             if t.is_leaf and t.grad is not grad: t.grad = grad # that of an adversarial input, say
@@ -215,7 +217,9 @@ class ModelState:
         self.frozen = [(m._parameters,k) for m in self.modules for k,p in m._parameters.items()
                        if p is not None and not p.requires_grad and m not in theirs]
         self.lazy = [_Lazy(m) for m in self.modules if _open(m)]
-        self.tensors,self.n,self.watched,self.hooks,self.hooks_so_far = _Tensors(_large),0,None,[],None
+        unseen = [c for m in self.modules if writes_weights(type(m)) for c in m.modules()] # what is written there has no mark
+        self.tensors = _Tensors(_large, {(id(d),k) for m in unseen for d in (m._parameters,_buffers(m)) for k in d})
+        self.n,self.watched,self.hooks,self.hooks_so_far = 0,None,[],None
         self.seen,self.small,self.large,self.first = [],[],{},None
         self.params = list(model.parameters())
         self.all_params = list(dict.fromkeys((*self.params, *(p for m in self.modules for p in m._parameters.values() if p is not None))))
@@ -331,7 +335,7 @@ class ModelState:
         "Changes where a weight is written to. torch counts that, but not what goes through `.data`: the smallest weight of each part tells"
         at = [p.data_ptr() for p in self.least]
         if at!=self.at:
-            few = [(p.detach() if p.ndim<2 else p.detach()[0]).flatten()[:_inner] for p in self.least]
+            few = [(p.detach() if p.ndim<2 else p.detach()[:1]).flatten()[:_inner] for p in self.least]
             self.at,self.few = at,list(groupby(few, operator.attrgetter('device')).values())
         return sum(map(_version, self.not_written)),at,[torch.cat(ts) for ts in self.few]
 

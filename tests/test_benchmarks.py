@@ -1,7 +1,7 @@
 "The scripts of `benchmarks/`, in sizes that show nothing but that all of it runs; no test looks at a time"
 import json,math
 import pytest,torch
-import accumulation,bf16_cpu,diagnosis,memory,scale_policy,scaling,short_fits,step_cost,timing
+import accumulation,bf16_cpu,compatibility,diagnosis,libraries,memory,scale_policy,scaling,short_fits,step_cost,timing
 from fastai.basics import DataLoaders,Learner
 from fastai_amp16.all import DynamicScaler
 from trainings import trainings
@@ -185,3 +185,44 @@ def test_record_and_replay(tmp_path, capsys):
     rows = read(tmp_path/'x.json')['rows']
     assert {r['data'] for r in rows if r['kind']=='training'}=={name} and {r['policy'] for r in rows}==set(scale_policy.policies)
     assert '| ours | ' in capsys.readouterr().out
+
+# %% programs
+def _notebook(path, module, *cells):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dict(cells=[dict(cell_type='code', source=s) for s in (f'#| default_exp {module}', *cells)])))
+
+def test_compatibility(tmp_path, capsys):
+    "A checkout with two notebooks, one of which is about learners"
+    (tmp_path/'fastai').mkdir()
+    (tmp_path/'fastai'/'__init__.py').write_text('__version__ = "9.9"')
+    _notebook(tmp_path/'nbs'/'01_nothing.ipynb', 'losses', '1/0')
+    _notebook(tmp_path/'nbs'/'02_learner.ipynb', 'learner',
+        '#| export\nfrom fastai.basics import *\nclass Learner: pass # of the module, and not run',
+        'from fastai.test_utils import synth_learner', 'learn = synth_learner()\nn = len(learn.cbs)\ntest_eq(n, 1)',
+        'learn.fit(1)', 'test_eq(len(learn.cbs), 3)', '#|eval: false\n1/0', '#|cuda\nx = 1', 'x',
+        "from urllib.error import URLError\nif True: y = 1; raise URLError('offline')", '_ = missing',
+        'import torch\nfor p in learn.model.parameters(): test_eq(p.dtype, torch.float32)',
+        "seen = []\nlearn.model.register_forward_hook(lambda *args: seen.append(1))\nlearn.validate()\nassert seen")
+    compatibility.main(f'--fastai {tmp_path} --limit 200 --out {tmp_path}/x.json'.split())
+    res = read(tmp_path/'x.json')
+    row, = res['rows']
+    assert res['checkout']=='9.9' and row['notebook']=='02_learner' and row['cells']==10
+    assert row['lacks']=={'a download':1, 'a GPU':2, 'a package':0} and len(row['fails'])==2 # `n`, and `missing`
+    out = capsys.readouterr().out
+    assert '| 02_learner | 10 | 1 | 2 | 0 |' in out and row['passed']['plain']>=row['passed']['to_fp16_dynamic']>0
+    assert all('len(learn.cbs)' in d['source'] for d in row['differs'] if d['mode'].endswith('dynamic'))
+
+def test_reasons():
+    def cell(source='', error='AssertionError: ==:\n1\n2', follows=None): return dict(source=source, error=error, follows=follows)
+    assert 'callbacks' in compatibility.reason(cell('test_eq(len(tst_learn.cbs), 2)'))
+    assert 'precision' in compatibility.reason(cell(error='AssertionError: close:\ntensor([1.0001, 2.5000])\ntensor([1.0000, 2.5003])'))
+    assert 'AssertionError' in compatibility.reason(cell(error='AssertionError: close:\ntensor([1.0001])\ntensor([7.5000])'))
+    assert 'follows' in compatibility.reason(cell(follows=3))
+
+def test_libraries():
+    "What a table says of flows, one of which does not run with ours"
+    fine = dict(steps=6, reruns=0, skipped=0, losses=0.001, preds=0.1, kept=[])
+    def row(flow, **kw): return dict(library='tsai', flow=flow, **{c: kw.get(c, fine) for c in libraries.contenders})
+    res = dict(libraries=dict(tsai='1.0'), rows=[row('a'), row('b', fp16=dict(error='ValueError: no')), row('c', plain=dict(error='x'))])
+    assert '| tsai | 1.0 | 3 | 2 | 1 | 2 |' in libraries.table(res)
+    assert libraries.failing(res).count('ValueError: no')==1 and '- b (tsai), with `to_fp16_dynamic`' in libraries.failing(res)

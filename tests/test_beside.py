@@ -1,8 +1,9 @@
 "Beside other callbacks, optimizers and models of all shapes, in any order"
-import copy,math
+import copy,math,subprocess,sys,warnings
 from collections import namedtuple
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 import pandas as pd
 import pytest,torch
 from fastai.basics import (Adam,Callback,CancelStepException,DataLoader,DataLoaders,L,Learner,OptimWrapper,SGD,TensorBase,TensorImage,
@@ -86,6 +87,7 @@ def test_model_replaced_after_our_before_fit():
         order = 11
         def before_fit(self):
             self.learn.model = copy.deepcopy(self.model)
+            self.learn.create_opt()
             self.model[0].register_forward_hook(lambda m,i,o: self.seen.append(m.weight.dtype))
     replace = Replace()
     replace.seen = []
@@ -172,12 +174,13 @@ def test_the_last_call_wins(first, then, class_, dtype, fits, capsys):
         old = mixed(learn)[-1]
         capsys.readouterr()
         getattr(learn, then)()
-        said, = capsys.readouterr().out.splitlines()
+        said = capsys.readouterr().out.splitlines()
         seen.clear()
         fit(learn, 1)
     who = mixed(learn)[-1]
     assert type(who) is class_ and len(mixed(learn))==1+(then=='to_non_native_fp16') and getattr(learn, who.name) is who
-    assert seen=={dtype} and said.count(' replaces ')==1 and type(old).__name__ in said
+    assert seen=={dtype} and len(said)==(first!=then) # one like another is nothing to tell
+    assert all(o.count(' replaces ')==1 and type(old).__name__ in o for o in said)
     assert hasattr(learn, 'mixed_precision')==isinstance(who, MixedPrecision)
     assert getattr(learn, 'scaler', None) is getattr(who, 'scaler', None) # fastai's gives its own back at the end of a fit
     assert not mixed(learn.to_fp32()) or class_ is NonNativeMixedPrecision
@@ -719,3 +722,124 @@ def test_lr_find_ends_where_the_loss_explodes(tmp_path):
         return learn
     a,b = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
     assert len(a.recorder.losses)==len(b.recorder.losses)<15 and b.mixed_precision.n_rerun and not b.mixed_precision.n_skipped
+
+# --- what other callbacks expect of `learn.mixed_precision`
+
+class Preallocates(Callback):
+    "Runs the largest batch before the fit, in the context that it enters and leaves by name, as fastxtend's ProgressiveResize does"
+    order = 11
+    def __init__(self): self.dtypes = []
+    def before_fit(self):
+        if self.learn.opt is None: return
+        x,y = self.dls.one_batch()
+        self.learn.mixed_precision.autocast.__enter__()
+        pred = self.model(torch.cat([x,x]))
+        self.dtypes.append(pred.dtype)
+        loss = self.learn.loss_func(pred, torch.cat([y,y]))
+        self.learn.mixed_precision.autocast.__exit__(None, None, None)
+        self.learn.scaler.scale(loss).backward()
+        self.model.zero_grad()
+
+class WholeBatch(Callback):
+    "Enters it in one event and leaves it in another"
+    def before_batch(self): self.learn.mixed_precision.autocast.__enter__()
+    def after_loss(self): self.learn.mixed_precision.autocast.__exit__(None, None, None)
+
+class Unscales(Callback):
+    "Before fastai's `MixedPrecision` would"
+    order = 9
+    def __init__(self, whose): self.whose = whose
+    def before_step(self): self.learn.scaler.unscale_(self.learn.mixed_precision if self.whose=='callback' else self.opt)
+
+@both
+@pytest.mark.parametrize('cbs', [lambda: [Preallocates()], lambda: [WholeBatch()], lambda: [Unscales('callback')],
+    lambda: [Unscales('opt')], lambda: [Preallocates(), Unscales('callback')]],
+    ids=['preallocates', 'whole batch', 'unscales', 'unscales opt', 'both'])
+def test_what_others_do_with_autocast_and_scaler(cbs, to, dtype):
+    a,b = [learner(plain_mlp, shuffle=False, opt_func=SGD, cbs=o) for o in ([], cbs())]
+    getattr(b, to)()
+    like_fp32(fit(a, 1, 0.3), fit(b, 1, 0.3))
+    if hasattr(b, 'preallocates'): assert b.preallocates.dtypes==[dtype]
+    clean(b)
+
+def test_attributes_as_fastai_has_them():
+    seen = []
+    class See(Callback):
+        def after_batch(self):
+            mp = self.learn.mixed_precision
+            seen.append((mp.skipped,mp.autocast is mp.autocast,mp.autocast.fast_dtype,self.learn.scaler is mp.scaler))
+    learn = fit(learner(cbs=[See(), Poison({1}, 'backward')]).to_fp16_dynamic(init_scale=1024.), 1)
+    mp = learn.mixed_precision
+    train,valid = seen[:4],seen[4:]
+    assert [o[0] for o in train]==[i==1 for i in range(4)] and all(o[1:]==(True,torch.float16,True) for o in train+valid)
+    assert list(mp.scales)==[1024.]*3 and mp.kwargs==dict(init_scale=1024.) and mp.amp_mode.value=='fp16' and isinstance(mp, MixedPrecision)
+    assert mp.param_groups is learn.opt.param_groups or list(mp.param_groups)==list(learn.opt.param_groups)
+
+def test_an_averaged_model_in_the_place_of_the_model_for_validations():
+    "The optimizer holds none of its weights, and need not"
+    learn = fit(learner().to_fp16_dynamic(), 1)
+    learn.model = torch.optim.swa_utils.AveragedModel(learn.model)
+    for _ in range(2): # nothing is left locked
+        assert learn.validate()[0]<10 and learn.get_preds()[0].dtype==torch.float32
+
+class Empty(nn.Module):
+    "A weight without numbers, as Squeeze-and-Excitation of few channels has"
+    def __init__(self):
+        super().__init__()
+        self.down,self.up = nn.Linear(16,0),nn.Linear(0,16)
+    def forward(self, x): return x*torch.sigmoid(self.up(self.down(x)))
+
+@pytest.mark.filterwarnings('ignore:Initializing zero-element')
+def test_a_weight_without_numbers():
+    def net(): return nn.Sequential(nn.Linear(8,16), Empty(), nn.Linear(16,1))
+    like_fp32(*(fit(to(learner(net, shuffle=False)), 1) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)))
+
+def test_a_mixed_precision_of_another_library():
+    "Of the same name, and with a `to_fp32` of its own"
+    class MixedPrecision(Callback): order = 10
+    learn = learner(cbs=MixedPrecision()).to_fp16_dynamic()
+    assert [type(cb) for cb in learn.cbs if cb.name=='mixed_precision']==[DynamicMixedPrecision]
+    learn.add_cb(MixedPrecision)
+    assert [type(cb) for cb in learn.cbs if cb.name=='mixed_precision']==[MixedPrecision]
+    assert not mixed(learn.to_fp16_dynamic().remove_cb(MixedPrecision))
+
+# --- a CPU
+
+def series_net(): return nn.Sequential(nn.Unflatten(1, (1,8)), nn.Conv1d(1,4,3), nn.ReLU(), nn.Flatten(), nn.Linear(24,1))
+
+def test_a_cpu_says_what_fp16_convolutions_cost(recwarn):
+    "Once, and only where there are some to pay for"
+    warnings.simplefilter('always')
+    def said(learn): return [str(w.message) for w in recwarn.list if 'CPU' in str(w.message)]
+    kept = learner(series_net).to_fp16_dynamic(keep_fp32=nn.Conv1d)
+    for quiet in (learner().to_fp16_dynamic(), learner(series_net).to_bf16_dynamic(), kept): assert not said(fit(quiet, 1))
+    learn = learner(series_net).to_fp16_dynamic()
+    learn.validate()
+    assert not said(learn)
+    told, = said(fit(learn, 1))
+    assert 'to_bf16_dynamic' in told and 'to_fp32' in told and len(said(fit(learn, 1)))==1
+
+# --- importing
+
+def test_importing_changes_nothing(tmp_path):
+    "But what it defines: in a process of its own, after what fastai's `fp16` brings"
+    code = '''
+import io,random,sys,warnings
+from contextlib import redirect_stderr,redirect_stdout
+import fastai.callback.fp16
+from fastai.torch_core import defaults
+import numpy as np,torch
+def known(): return {k: list(v) if isinstance(v, list) else v for k,v in vars(defaults).items()}
+def states(): return torch.get_rng_state().tolist(),random.getstate(),np.random.get_state()[1].tolist(),torch.get_default_dtype()
+before,out = (known(),states(),list(warnings.filters)),io.StringIO()
+with warnings.catch_warnings(record=True) as told, redirect_stdout(out), redirect_stderr(out):
+    warnings.simplefilter('always')
+    import fastai_amp16.all as ours
+assert (known(),states(),list(warnings.filters))==before and not told and not out.getvalue()
+'''
+    subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, cwd=tmp_path)
+
+@pytest.mark.parametrize('module', ['vision.all','text.all','tabular.all','collab','callback.all','distributed','metrics'])
+def test_the_star_import_hides_no_name_of_fastais(module):
+    theirs,ours = import_module(f'fastai.{module}'),import_module('fastai_amp16.all')
+    assert not [k for k in ours.__all__ if getattr(theirs, k, getattr(ours, k)) is not getattr(ours, k)]

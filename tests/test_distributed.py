@@ -243,7 +243,7 @@ def _sends(rank):
     try: learn,g = train(rank, 3, model=ln_mlp, cbs=[Plain()])
     finally: dist.all_reduce = theirs
     n = sum(p.numel() for p in learn.model.parameters())
-    assert sizes==[4*n,24,4*n,24,4]*3
+    assert sizes==[4*n,28,4*n,28,4]*3
 
 def test_bytes_of_a_step(ranks): ranks(_sends)
 

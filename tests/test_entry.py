@@ -1,5 +1,7 @@
 "However a program calls the model, its layers compute in half precision, its batches run again, and it trains as in fp32"
 import copy,io,pickle
+from collections import Counter
+from types import SimpleNamespace
 import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import Callback,Learner,SGD,nn,noop,partial,set_seed
@@ -7,7 +9,8 @@ from fastai.callback.training import GradientAccumulation
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.all import AdamW16,GradientNormClip,half_forward
-from common import clean,equal,fit,learner,mse,state,weights
+from common import clean,equal,fit,learner,masters,mse,state,weights
+from overflows import World
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
 
@@ -454,3 +457,338 @@ def test_accumulated_batches_of_a_program_with_two_model_calls():
     assert len(b.mixed_precision.history)==5 and b.mixed_precision.n_skipped==0
     torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=3e-2, atol=1e-5)
     assert mse(b.model.eval()(torch.ones(2,8)), 0*torch.ones(2,1)).isfinite()
+
+# --- what a program does to the model in the middle of a fit
+
+class Toggled(nn.Module):
+    "Another forward pass in training than in evaluation, as networks that are fused for inference have"
+    def __init__(self):
+        super().__init__()
+        self.m,self.calls = Net(),Counter()
+        self.train()
+    def train(self, mode=True):
+        self.forward = self.in_training if mode else self.in_evaluation
+        return super().train(mode)
+    def in_training(self, x):
+        self.calls['training',self.training] += 1
+        return self.m(x)
+    def in_evaluation(self, x):
+        self.calls['evaluation',self.training] += 1
+        return 2*self.m(x)
+
+class Patch(Callback):
+    "Gives a module another `forward`, around the one that it finds, and takes it away again"
+    def __init__(self, name, on, off=None): self.name_,self.on,self.off,self.calls = name,on,off,World()
+    def before_batch(self):
+        if not self.training: return
+        m = self.model.get_submodule(self.name_)
+        if self.train_iter==self.on:
+            forward = m.forward
+            def f(x):
+                self.calls.append(1)
+                return 1.5*forward(x)
+            m.forward = f
+        elif self.train_iter==self.off: del m.forward
+
+@pytest.mark.parametrize('to', [Learner.to_fp16_dynamic, Learner.to_bf16_dynamic], ids=['fp16','bf16'])
+def test_a_forward_that_depends_on_the_mode(to):
+    a,b = [fit(make(Learner, t, Toggled, n=64), 2) for t in (Learner.to_fp32, to)]
+    assert a.model.calls==b.model.calls=={('training',True): 8, ('evaluation',False): 2}
+    assert b.recorder.values[-1][1]==pytest.approx(a.recorder.values[-1][1], rel=2e-2)
+    assert vars(b.model)['forward']==b.model.in_evaluation and 'forward' not in vars(b.model.m)
+
+@pytest.mark.parametrize('name', ['', 'enc', 'head'])
+@pytest.mark.parametrize('off', [None, 6])
+def test_a_forward_that_is_exchanged_in_the_middle_of_a_fit(name, off):
+    def run(to):
+        learn,between = make(Learner, to, n=8*16, cbs=[Patch(name, 3, off)]),[]
+        learn.model.head.register_forward_pre_hook(lambda m,args: between.append(args[0].dtype))
+        with Dtypes() as dtypes: fit(learn, 1)
+        return learn,{*dtypes.seen},between
+    (a,*_),(b,dtypes,between) = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
+    # within one forward pass, patched or not; only where the model itself loses its stand-in, its parts are called one by one, once
+    assert between.count(torch.float32)==(not name and off is not None) and between.count(torch.float16)>=8
+    assert len(a.patch.calls)==len(b.patch.calls)==(6 if off is None else 3) and dtypes=={torch.float16}
+    torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=3e-2, atol=1e-5)
+    assert ('forward' in vars(b.model.get_submodule(name)))==(off is None)
+    masters(b)
+    with Dtypes() as dtypes: b.model(torch.randn(2, 8)) # what was given to it may hold one of ours
+    assert set(dtypes.seen)=={torch.float32}
+
+class Fuses(nn.Module):
+    "Its first forward pass in training is another than the later ones"
+    def __init__(self):
+        super().__init__()
+        self.m,self.calls = Net(),[]
+    def forward(self, x):
+        if self.training: self.forward = self.later
+        return self.m(x)
+    def later(self, x):
+        self.calls.append(self.training)
+        return 2*self.m(x)
+
+class Borrow(Callback):
+    "One head takes the forward pass of another"
+    def before_batch(self):
+        if self.training and self.train_iter==3: self.model.head.forward = self.model.other.forward
+
+class TwoHeads(Net):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(16, 1)
+
+def test_a_forward_pass_that_sets_another():
+    a,b = [fit(make(Learner, to, Fuses, n=64), 1) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)]
+    same = [torch.stack(o.recorder.losses) for o in (a,b)]
+    torch.testing.assert_close(*same, rtol=3e-2, atol=1e-5)
+    assert a.model.calls==b.model.calls and len(b.model.calls)>3 and vars(b.model)['forward']==b.model.later
+
+def test_a_forward_that_is_anothers():
+    a,b = [fit(make(Learner, to, TwoHeads, n=8*16, cbs=[Borrow()]), 1) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)]
+    torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=3e-2, atol=1e-5)
+    b.model.eval()
+    assert torch.equal(b.model(x:=torch.randn(2,8)), b.model.other(b.model.enc(x)))
+
+class MomentumEncoder(nn.Module):
+    "A copy that follows the trained one, as in MoCo, BYOL, and mean teachers"
+    def __init__(self):
+        super().__init__()
+        self.q = Net()
+        self.k = copy.deepcopy(self.q).requires_grad_(False)
+    def forward(self, x):
+        if self.training: self.update()
+        return self.q(x)+0.1*self.k(x)
+    def pairs(self): return zip(self.k.parameters(), self.q.parameters())
+
+class ByData(MomentumEncoder):
+    def update(self):
+        for a,b in self.pairs(): a.data.mul_(0.9).add_(b.data, alpha=0.1)
+class NewData(MomentumEncoder):
+    def update(self):
+        for a,b in self.pairs(): a.data = a.data*0.9+b.data*0.1
+class InPlace(MomentumEncoder):
+    @torch.no_grad()
+    def update(self):
+        for a,b in self.pairs(): a.lerp_(b, 0.1)
+def follow(k, q):
+    for a,b in zip(k.parameters(), q.parameters()): a.data.copy_(a.data.lerp(b.data, 0.1))
+class ByFunction(MomentumEncoder):
+    def update(self): follow(self.k, self.q)
+
+@pytest.mark.parametrize('to', [hot, Learner.to_bf16_dynamic], ids=['fp16','bf16'])
+@pytest.mark.parametrize('net', [ByData,NewData,InPlace,ByFunction])
+def test_what_a_forward_pass_writes_to_weights_in_any_way(net, to):
+    "Once in each step, also in those that run again"
+    a,b = [fit(make(Learner, t, net, n=8*16, cbs=[Outlier(5)]), 1) for t in (Learner.to_fp32, to)]
+    same_training(a, b)
+    assert ran_again(b)==[0,5]*(to is hot)
+    for p,q in zip(a.model.k.parameters(), b.model.k.parameters()): torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-3)
+
+class Transformed(Callback):
+    "Gradients by `torch.func`, of each sample and of all, as a penalty on the way"
+    def __init__(self, how): self.how,self.norms = how,[]
+    def after_pred(self):
+        if not self.training: return
+        m,(x,),(y,) = self.model,self.xb,self.yb
+        ps,bs = dict(m.named_parameters()),{k: v.clone() for k,v in m.named_buffers()}
+        def loss(ps, x, y): return F.mse_loss(torch.func.functional_call(m, (ps,bs), (x,)), y)
+        g = torch.func.grad(loss)(ps, x, y) if self.how=='all' else torch.func.vmap(
+            torch.func.grad(lambda ps,x,y: loss(ps, x[None], y[None])), (None,0,0), randomness='same')(ps, x, y)
+        self.norms.append(sum(v.square().sum() for v in g.values()).sqrt().item())
+
+class NormFree(nn.Sequential):
+    def __init__(self): super().__init__(nn.Linear(8,16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16,1))
+
+@pytest.mark.parametrize('how', ['all', 'each'])
+def test_transforms_of_torch_func_around_the_model(how):
+    a,b = [fit(make(Learner, to, NormFree, n=64, cbs=[Transformed(how)]), 1) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)]
+    same_training(a, b)
+    assert not b.mixed_precision.promoted and b.transformed.norms==pytest.approx(a.transformed.norms, rel=2e-2)
+
+class Static(nn.Module):
+    @staticmethod
+    def forward(x): return x*2
+class StaticNorm(Static): pass # its name makes it a norm
+
+def test_a_static_forward():
+    def net(): return nn.Sequential(nn.Linear(8,16), Static(), StaticNorm(), nn.Linear(16,1))
+    same_training(*(fit(make(Learner, to, net, n=64), 1) for to in (Learner.to_fp32, hot)))
+
+class NewHead(Callback):
+    "Surgery between two epochs: the head is another from then on, and is called by itself"
+    def before_epoch(self):
+        if self.epoch!=1: return
+        set_seed(1)
+        self.model.head = nn.Linear(16, 1)
+        self.model.norm = nn.LayerNorm(16)
+        self.learn.create_opt()
+        self.opt.set_hypers(lr=0.02)
+
+class NewParts(Own):
+    def predict_batch(self, x):
+        h = self.model.enc(x)
+        return self.model.head(self.model.norm(h) if hasattr(self.model, 'norm') else h)
+
+def test_modules_that_are_new_in_the_second_epoch():
+    a = fit(make(NewParts, Learner.to_fp32, n=64, cbs=[NewHead()]), 3)
+    with Dtypes() as dtypes: b = fit(make(NewParts, Learner.to_fp16_dynamic, n=64, cbs=[NewHead()]), 3)
+    same_training(a, b)
+    assert set(dtypes.seen)=={torch.float16}
+
+@pytest.mark.parametrize('how', ['in place', 'wrapped'])
+def test_compiled_in_the_middle_of_a_fit(how):
+    "As many graphs as in fp32, and none of them of our code"
+    graphs = []
+    def backend(gm, inputs):
+        graphs.append([str(n.target) for n in gm.graph.nodes])
+        return gm
+    class Compile(Callback):
+        def before_train(self):
+            if self.epoch!=1: return
+            if how=='in place': self.model.compile(backend=backend)
+            else: self.learn.model = torch.compile(self.model, backend=backend)
+    def run(to):
+        torch._dynamo.reset()
+        graphs.clear()
+        learn = fit(make(Learner, to, n=64, cbs=[Compile()]), 3)
+        return learn,len(graphs),sum('linear' in o for g in graphs for o in g)
+    a,b = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
+    same_training(a[0], b[0])
+    assert a[1:]==b[1:] and a[2]>=4
+
+def test_models_for_validation_that_cannot_train_in_half_precision_run_as_they_are():
+    class Swap(Callback):
+        def __init__(self, other): self.other = other
+        def before_validate(self): self.mine,self.learn.model = self.model,self.other(self.model)
+        def after_validate(self): self.learn.model = self.mine
+    def traced(m): return torch.jit.trace(copy.deepcopy(m).eval(), torch.randn(2, 8))
+    class Narrow(nn.Module):
+        def __init__(self, m):
+            super().__init__()
+            self.m = copy.deepcopy(m).bfloat16()
+        def forward(self, x): return self.m(x.bfloat16()).float()
+    for other in (traced, Narrow, lambda m: nn.Sequential(m)):
+        head = partial(Learner.to_fp16_dynamic, keep_fp32='head') # which the others have under another name
+        a,b = [fit(make(Learner, to, n=64, cbs=[Swap(other)]), 2) for to in (Learner.to_fp32, head)]
+        same_training(a, b)
+        learn = make(Learner, Learner.to_fp16_dynamic, n=64)
+        learn.model = other(learn.model)
+        learn.validate()
+        assert not learn.model.training and learn.validate()[0]<10 # and nothing is left locked
+
+def test_batches_outside_a_fit():
+    "As fastai's own tests call them"
+    learn = make(Learner, Learner.to_fp16_dynamic, default_cbs=False) # these want to know when a fit begins
+    b = learn.dls.one_batch()
+    learn.create_opt()
+    for training in (False, True):
+        learn.training,before = training,weights(learn)
+        learn.model.train(training)
+        with Dtypes() as dtypes: learn.one_batch(0, b)
+        assert set(dtypes.seen)=={torch.float16} and learn.loss.isfinite() and equal(before, weights(learn))!=training
+        clean(learn)
+
+# --- gradients outside the backward pass
+
+class FGM(Callback):
+    "An adversarial step on the first weights: its gradient is added, as in many competitions"
+    def after_backward(self):
+        p = self.model.enc[0].weight
+        backup = p.data.clone()
+        p.data.add_(0.5*p.grad/(p.grad.norm()+1e-12))
+        self.learn.loss_func(self.model(*self.xb), *self.yb).backward()
+        p.data = backup
+
+class Clip(Callback):
+    def __init__(self, event): setattr(self, event, self.clip)
+    def clip(self): torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+class Values(Callback):
+    def before_step(self): torch.nn.utils.clip_grad_value_(self.model.parameters(), 1e-3)
+class Zeros(Callback):
+    "Hides infinities: fp32 has none"
+    def after_backward(self):
+        for p in self.model.parameters(): p.grad.nan_to_num_(0., 0., 0.)
+class Reads(Callback):
+    order = -5
+    def __init__(self): self.seen = []
+    def after_backward(self): self.seen.append(self.model.head.weight.grad.clone())
+class Extra(Callback):
+    "A backward pass of its own, before that of the learner"
+    def after_loss(self):
+        if self.training: (self.model.head.weight.square().sum()*0.1).backward()
+class EarlySAM(SAM): order = 0
+class SAMAfterBackward(SAM):
+    order,before_step = 0,noop
+    def after_backward(self): SAM.before_step(self)
+
+early = {'FGM':FGM, 'clip in after_backward':partial(Clip, 'after_backward'), 'clip in before_step':partial(Clip, 'before_step'),
+         'values':Values, 'zeros':Zeros, 'reads':Reads, 'extra':Extra, 'SAM':EarlySAM, 'SAM in after_backward':SAMAfterBackward}
+
+@pytest.mark.parametrize('accumulated', [False, True], ids=['', 'accumulated'])
+@pytest.mark.parametrize('name', early)
+def test_callbacks_that_use_gradients_at_once_find_true_ones(name, accumulated):
+    "Whatever their order; and none of a batch that overflows"
+    if accumulated and 'SAM' in name: pytest.skip('SAM sets gradients to zero')
+    cbs = [GradientAccumulation(32)]*accumulated
+    a,b = [fit(make(Learner, to, cbs=[Outlier(5), early[name](), *cbs], n=16*16), 1) for to in (Learner.to_fp32, hot)]
+    assert len(b.mixed_precision.history)==(8 if accumulated else 16) and b.mixed_precision.n_skipped==0
+    torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=3e-2, atol=1e-5)
+    for p,q in zip(weights(a), weights(b)): torch.testing.assert_close(q, p, rtol=3e-2, atol=1e-3)
+    if name=='reads':
+        for p,q in zip(a.reads.seen, b.reads.seen): torch.testing.assert_close(q, p, rtol=5e-2, atol=5e-2)
+    norms, = [cb.norms for cb in b.cbs if isinstance(cb, GradientNormClip)]
+    if 'clip' in name: assert max(norms)<=0.0101
+    clean(b)
+
+# --- looks
+
+class Writes(nn.Module):
+    "Shrinks a weight that is trained, in each forward pass"
+    def __init__(self):
+        super().__init__()
+        self.m = Net()
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad(): self.m.head.weight.mul_(0.9)
+        return self.m(x)
+
+def test_a_look_does_not_write_once_more():
+    a,b = [fit(make(Learner, to, Writes, n=20*16), 1, 1e-6) for to in (Learner.to_fp32, Learner.to_bf16_dynamic)]
+    torch.testing.assert_close(b.model.m.head.weight, a.model.m.head.weight, rtol=2e-2, atol=1e-6) # one copy is rounded
+
+@pytest.mark.parametrize('at', [3, 16])
+@pytest.mark.parametrize('every', [False, True])
+def test_a_loss_that_raises_by_itself_is_not_blamed_on_half_precision(at, every, recwarn):
+    "From one call on, or at every second one, as it counts calls where nothing can put that back; its exception comes as it is"
+    calls = World()
+    def loss(p, y):
+        calls.append(1)
+        if len(calls)>=at and (not every or (len(calls)-at)%2==0): raise RuntimeError('my own')
+        return mse(p, y)
+    learn = make(Learner, Learner.to_fp16_dynamic, n=20*16, loss_func=loss)
+    with pytest.raises(RuntimeError, match='^my own$') as e: fit(learn, 1)
+    assert e.traceback[-1].name=='loss' and e.value.__cause__ is None and e.value.__context__ is None
+    assert not any('amp16' in w.filename for w in recwarn) and not learn.mixed_precision.promoted and not learn.mixed_precision.reports
+    clean(learn)
+
+def test_an_exception_that_only_a_look_meets_comes_through():
+    calls = World()
+    def loss(p, y):
+        calls.append(1)
+        if len(calls)==16: raise KeyError('my own')
+        return mse(p, y)
+    learn = make(Learner, Learner.to_bf16_dynamic, n=20*16, loss_func=loss)
+    with pytest.raises(KeyError) as e: fit(learn, 1)
+    assert e.traceback[-1].name=='loss'
+    clean(learn)
+
+class Boxed(Net):
+    def forward(self, x): return SimpleNamespace(pred=super().forward(x), more=[x, None])
+class Unboxes(Own):
+    def predict_batch(self, x):
+        res = self.model(x)
+        assert res.pred.dtype==torch.float32 and res.more[1] is None
+        return res.pred
+
+def test_a_call_returns_fp32_in_whatever_it_returns():
+    same_training(*(fit(make(Unboxes, to, Boxed, n=64), 1) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)))

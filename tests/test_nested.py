@@ -1,10 +1,11 @@
 "The walk over containers: what it finds, what it puts in its place, and what it leaves alone"
 import copy
 from collections import OrderedDict,UserDict,deque,namedtuple
-from collections.abc import MutableMapping
+from collections.abc import Mapping,MutableMapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType,SimpleNamespace
 import pytest,torch
+from torch import nn
 from fastai.torch_core import TensorImage
 from fastcore.foundation import L
 from fastai_amp16.nested import cast_floats,replace,tensors
@@ -101,3 +102,39 @@ def test_cast_floats_casts_what_it_is_told_to():
     cast_floats({'y':h})['y'].sum().backward()
     assert torch.equal(x.grad, torch.ones(2)) and x.grad.dtype==torch.float32
     assert cast_floats(copy.copy(deque([h])))[0] is h # no container that models give
+
+class Slots:
+    __slots__ = ('a','n')
+    def __init__(self, a): self.a,self.n = a,3
+class Simple:
+    def __init__(self, a): self.a,self.more,self.name = [a],{'b':a.float()},'x'
+class ReadOnly(Mapping):
+    def __init__(self, a): self.d = {'a':a}
+    def __getitem__(self, k): return self.d[k]
+    def __iter__(self): return iter(self.d)
+    def __len__(self): return 1
+
+@pytest.mark.parametrize('make,get', [(Slots, lambda o: o.a), (Simple, lambda o: o.a[0]), (ReadOnly, lambda o: o['a']),
+    (lambda a: SimpleNamespace(a=(a,None)), lambda o: o.a[0]), (lambda a: torch.distributions.Normal(a, 1.), lambda o: o.loc)],
+    ids=['slots', 'object', 'read-only mapping', 'namespace', 'distribution'])
+def test_objects_are_looked_into_where_asked(make, get):
+    "A copy of them: others may hold the object itself"
+    t = torch.ones(3, dtype=torch.float16)
+    o = make(t)
+    assert cast_floats(o) is o and get(o) is t
+    res = cast_floats(o, objects=True)
+    assert type(res) is type(o) and get(res).dtype==torch.float32 and get(o) is t and cast_floats(res, objects=True) is res
+
+def test_modules_functions_and_classes_are_left_alone():
+    for o in (nn.Linear(2,2).half(), Slots, lambda: 3, len): assert cast_floats(o, objects=True) is o
+
+def test_sets_views_of_dicts_and_tuples_with_attributes():
+    class Named(tuple):
+        def __new__(cls, a, b): return super().__new__(cls, (a,b))
+        def __init__(self, a, b): self.meta = 'm'
+    t = torch.ones(3, dtype=torch.float16)
+    assert {o.dtype for o in cast_floats({t})}=={torch.float32}
+    res = cast_floats(Named(t, 3))
+    assert type(res) is Named and res[0].dtype==torch.float32 and res.meta=='m'
+    res = cast_floats(MappingProxyType({'a':t}))
+    assert type(res) is MappingProxyType and res['a'].dtype==torch.float32

@@ -3,7 +3,7 @@ import os,pickle,random,signal,subprocess,sys,warnings
 import numpy as np
 import pytest,torch
 from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,L,Learner,OptimWrapper,
-                           load_learner,nn,partial,set_seed)
+                           TfmdLists,load_learner,nn,noop,partial,set_seed)
 from fastai.callback.all import GradientAccumulation,MixedPrecision,SaveModelCallback
 from fastai_amp16.all import (AdamW16,DynamicMixedPrecision)
 from common import *
@@ -217,3 +217,45 @@ def test_inference(tmp_path, monkeypatch):
     fit(learn, 2)
     clean(learn)
     compare(1e-2)
+
+def in_a_process(code, cwd, **env):
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=cwd, capture_output=True, text=True, env={**os.environ, **env})
+    assert res.returncode==0, res.stderr
+
+use = '''
+seen = set()
+learn.model[0].register_forward_hook(lambda m,i,o: seen.add(o.dtype))
+x = torch.randn(32, 8)
+learn.dls = DataLoaders(DataLoader(list(zip(x, x[:,:1])), bs=8), DataLoader(list(zip(x, x[:,:1])), bs=8))
+with learn.no_bar():
+    learn.get_preds()
+    learn.fit(1)
+assert seen=={torch.float16} and len(learn.mixed_precision.history)>=4
+'''
+
+def test_whoever_brings_in_the_callback_finds_learners_prepared(tmp_path):
+    "By unpickling one in a process that has imported fastai alone, or by importing nothing else"
+    learn = learner(path=tmp_path).to_fp16_dynamic()
+    for name,l in (('before',learn), ('after',fit(learn, 1))): l.export(f'{name}.pkl')
+    before = 'import torch\nfrom fastai.basics import *\nfrom fastai.callback.progress import ProgressCallback\n'
+    for name in ('before','after'):
+        in_a_process(f"import common\n{before}learn = load_learner({str(tmp_path/name)!r}+'.pkl', cpu=False)\n{use}", 'tests')
+    make = 'from fastai_amp16.callback import DynamicMixedPrecision\n' \
+        'x = torch.randn(8, 8)\nlearn = Learner(DataLoaders(DataLoader(list(zip(x, x[:,:1])), bs=8)), ' \
+        'nn.Sequential(nn.Linear(8,4), nn.Linear(4,1)), nn.MSELoss(), cbs=DynamicMixedPrecision())\n'
+    in_a_process(before+make+use, tmp_path)
+
+def test_an_export_after_to_fp32_needs_nothing_of_this_package(tmp_path):
+    learn = fit(learner(nn.Linear(8,1), loss_func=nn.MSELoss(), opt_func=Adam, path=tmp_path).to_fp16_dynamic(), 1)
+    learn.dls = DataLoaders.from_dsets(TfmdLists([0], [noop]), TfmdLists([0], [noop]), bs=8)
+    learn.to_fp32().export('plain.pkl')
+    in_a_process(f'''
+import sys
+class Missing:
+    def find_spec(self, name, *args):
+        if name.startswith(('fastai_amp16','common')): raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+from fastai.basics import *
+learn = load_learner({str(tmp_path/'plain.pkl')!r})
+assert learn.model(torch.ones(2, 8)).shape==(2,1)
+''', tmp_path)
