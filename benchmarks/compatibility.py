@@ -7,8 +7,9 @@ import fastai
 
 modes = ('plain','to_fp16','to_fp16_dynamic','to_bf16_dynamic')
 builds = re.compile(r'\bLearner\(|synth_learner\(|_learner\(') # a notebook is about learners where its test cells have this
+# fastai imports timm where it is installed
 needs = {'a download': r'URLError|HTTPError|ConnectionError|ConnectTimeout|gaierror|Max retries exceeded|getaddrinfo|resolve',
-         'a GPU': r'CUDA|NVIDIA|assert.*cuda', 'a package': r'No module named'}
+         'a GPU': r'CUDA|NVIDIA|assert.*cuda', 'a package': r"No module named|name 'timm' is not defined"}
 
 # %% notebooks
 def _directives(source): return set(re.findall(r'^#\s*\|\s*([\w-]+)', source, re.M))

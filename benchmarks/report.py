@@ -1,7 +1,7 @@
 "benchmarks/README.md, from the JSON files that the scripts wrote: every number in it is one of theirs"
 import json
 from pathlib import Path
-import accumulation,bf16_cpu,compatibility,convergence,gpu,libraries,memory,scale_policy,short_fits,step_cost
+import accumulation,bf16_cpu,compatibility,convergence,fp16_cpu,gpu,libraries,memory,scale_policy,short_fits,step_cost
 
 here = Path(__file__).parent
 def read(name): return json.loads((here/f'{name}.json').read_text())
@@ -12,6 +12,7 @@ scripts = {
     'step_cost': 'what a step costs where launches do: milliseconds, operators, host reads',
     'gpu': 'samples per second and peak memory of whole trainings, on a GPU',
     'bf16_cpu': 'bf16 next to fp32, on a CPU',
+    'fp16_cpu': 'what convolutions in half precision cost on a CPU',
     'memory': 'peak memory, on a CPU',
     'scale_policy': 'policies of loss scaling, replayed (`--record`: recorded anew)',
     'convergence': 'where trainings end, next to fp32',
@@ -133,6 +134,14 @@ The same CPU, told not to use these instructions (`ONEDNN_MAX_CPU_ISA={without['
 
 {bf16_cpu.table(without)}"""
 
+def _fp16():
+    res = read('fp16_cpu')
+    return f"""## fp16 convolutions on a CPU
+
+{res['machine']}, without instructions for bf16. PyTorch has no fast kernels for them there, which the first fit warns of.
+
+{fp16_cpu.table(res)}"""
+
 def _growth():
     res = read('scaling')
     few,many,large = (res[k][i] for k,i in (('by_number',0),('by_number',-1),('by_size',-1)))
@@ -216,7 +225,7 @@ moved since, and run with these put back.
 
 {libraries.failing(theirs)}""".rstrip()
 
-sections = _intro,_short,_ends,_programs,_steps,_diagnosis,_gpu,_bf16,_memory,_accumulated,_policies,_growth
+sections = _intro,_short,_ends,_programs,_steps,_diagnosis,_gpu,_bf16,_fp16,_memory,_accumulated,_policies,_growth
 def make(): return '\n\n'.join(o() for o in sections)+'\n'
 
 if __name__=='__main__': (here/'README.md').write_text(make())

@@ -118,8 +118,7 @@ def passes_on(self:Attempts,
     is_batch,summed = isinstance(e, CancelBatchException),self.making and self.making.summed
     if not self.is_judged(passes, is_batch and summed) and not self.judge_results(before): return False
     if not is_batch: return True
-    if self.step_norm is not None: pass # its step was about to be taken
-    elif self.making and not summed: self.making = None # there are no gradients, so no step has begun
+    if self.step_norm is None and not summed: self.making = None # no gradients, and no step that was about to be taken
     if self.making: self.making.batches.wait()
     return True
 

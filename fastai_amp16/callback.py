@@ -133,8 +133,7 @@ def make_plan(self:DynamicMixedPrecision,
 @patch
 def suits(self:DynamicMixedPrecision) -> bool:
     "Can `learn.model` compute in half precision? One that takes its place for a validation need not"
-    if self.plan is not None and self.plan.wrapped is self.learn.model: return True
-    try: return bool(self.make_plan(self.learn.model))
+    try: return bool(self.ready())
     except ValueError: return False
 
 @patch
@@ -408,7 +407,8 @@ def _warn_of_slow_convs(self:DynamicMixedPrecision):
     plan = self.plan
     if self.log.steps or self.dtype!=torch.float16 or plan.device_type!='cpu': return
     if any(isinstance(m, convs) and m not in plan.in_fp32 for m in plan.model.modules()):
-        warn("On a CPU, convolutions in fp16 are about 20 times slower than in fp32: use to_bf16_dynamic() or to_fp32() here.")
+        warn("On a CPU, convolutions in fp16 are about 20 times slower than in fp32: use to_fp32() here, or to_bf16_dynamic() "
+             "on a CPU with instructions for bf16.")
 
 @patch
 def start(self:DynamicMixedPrecision,

@@ -1,7 +1,7 @@
 "The scripts of `benchmarks/`, in sizes that show nothing but that all of it runs; no test looks at a time"
 import json,math
 import pytest,torch
-import accumulation,bf16_cpu,compatibility,diagnosis,libraries,memory,scale_policy,scaling,short_fits,step_cost,timing
+import accumulation,bf16_cpu,compatibility,diagnosis,fp16_cpu,libraries,memory,scale_policy,scaling,short_fits,step_cost,timing
 from fastai.basics import DataLoaders,Learner
 from fastai_amp16.all import DynamicScaler
 from trainings import trainings
@@ -118,6 +118,11 @@ def test_bf16(tmp_path):
     bf16_cpu.main(f'{sizes} --out {tmp_path}/x.json'.split())
     rows = read(tmp_path/'x.json')['rows']
     assert [r['model'] for r in rows]==['transformer','MLP'] and all(r['ours'][1]>0 and r['by_hand'][1]>0 for r in rows)
+
+def test_fp16(tmp_path):
+    fp16_cpu.main(f'--sizes 4 --width 2 --bs 2 --steps 3 --rounds 1 --out {tmp_path}/x.json'.split())
+    row, = read(tmp_path/'x.json')['rows']
+    assert set(row['slower'])=={'to_fp16_dynamic','to_bf16_dynamic'} and all(q[1]>0 for q in row['slower'].values())
 
 def test_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, 'contenders', ('to_bf16_dynamic',))

@@ -209,6 +209,29 @@ def test_wrapped_models_run_again(net):
     same_training(a, b)
     assert {0,5}<=set(ran_again(b)) and len(ran_again(b))<=3
 
+class WithLoss(Net):
+    "Returns its own loss, as Hugging Face's models do"
+    def forward(self, x, labels=None):
+        pred = super().forward(x)
+        return dict(logits=pred, loss=mse(pred, labels), hidden=None)
+
+class Labels(Callback):
+    "The model gets the targets as well"
+    def before_batch(self): self.learn.xb = self.xb[0],self.yb[0]
+
+def its_loss(out, y): return out['loss']
+
+def test_a_model_that_returns_its_own_loss():
+    a,b = [fit(make(Learner, to, WithLoss, cbs=[Outlier(5), Labels()], loss_func=its_loss), 1) for to in (Learner.to_fp32, hot)]
+    same_training(a, b)
+    assert {0,5}<=set(ran_again(b)) and len(ran_again(b))<=3
+
+@pytest.mark.parametrize('net,kw', [(parallel, {}), (WithLoss, dict(cbs=[Labels()], loss_func=its_loss))], ids=['parallel','own loss'])
+def test_wrapped_or_not_the_layers_compute_in_half_precision(net, kw):
+    learn = make(Learner, Learner.to_fp16_dynamic, net, n=64, **kw)
+    with Dtypes() as dtypes: fit(learn, 1)
+    assert set(dtypes.seen)=={torch.float16} and len(dtypes.seen)>=10
+
 def test_a_traced_model_is_refused_and_trains_on_in_fp32():
     learn = make(Learner, Learner.to_fp32,
                  lambda: torch.jit.trace(nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,1)), torch.zeros(2,8)))

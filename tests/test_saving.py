@@ -186,8 +186,8 @@ def test_load_without_the_optimizer(tmp_path):
     for o in (b,c): assert equal(state(a), state(o)) and o.mixed_precision.scaler.get_scale()==2**16
 
 def test_inference(tmp_path, monkeypatch):
-    "predict, get_preds, tta, show_results and validate, before a fit, after it, and in an exported learner on a machine of another kind"
-    from fastai.vision.all import CategoryBlock,DataBlock,ImageBlock,PILImageBW,RandomSplitter,aug_transforms
+    "predict, get_preds, tta, show_results, top losses and validate, before a fit, after it, and exported to a machine of another kind"
+    from fastai.vision.all import CategoryBlock,DataBlock,ImageBlock,Interpretation,PILImageBW,RandomSplitter,aug_transforms
     from sklearn.datasets import load_digits
     data = load_digits()
     def get_x(i): return PILImageBW.create((data.images[i]*15.9).astype('uint8'))
@@ -201,7 +201,9 @@ def test_inference(tmp_path, monkeypatch):
         with learn.no_bar(), learn.no_logging():
             set_seed(0)
             learn.show_results(max_n=2)
-            return [learn.validate()[0], learn.get_preds()[0], learn.tta(n=2)[0], learn.predict(0)[2]]
+            worst = Interpretation.from_learner(learn).top_losses(4)[0]
+            preds,_,losses = learn.get_preds(with_loss=True)
+            return [learn.validate()[0], preds, losses, worst, learn.tta(n=2)[0], learn.predict(0)[2]]
     def compare(tol):
         learn.export()
         with warnings.catch_warnings():

@@ -1,0 +1,49 @@
+"fp16 on a CPU, which has no fast kernels for its convolutions: steps of a small convolutional network, next to fp32"
+import argparse,json
+from copy import deepcopy
+from pathlib import Path
+import torch
+from torch import nn
+from bf16_cpu import learner
+from fastai.basics import set_seed
+from machine import machine
+from timing import Batches,interleaved,quartiles,ratio
+
+modes = ('to_fp32','to_fp16_dynamic','to_bf16_dynamic')
+
+def convs(width):
+    "Four convolutions, of which one halves the image"
+    def conv(i, o, stride=1): return nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
+    body = conv(3, width),conv(width, width),conv(width, 2*width, 2),conv(2*width, 2*width)
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2*width, 10))
+
+def measure(size, width, bs, steps, rounds):
+    set_seed(0)
+    def batches(): return Batches([(torch.randn(bs, 3, size, size), torch.randint(10, (bs,))) for _ in range(steps)])
+    model = convs(width)
+    times = interleaved({k: learner(k, deepcopy(model), batches()) for k in modes}, rounds)
+    fp32,*half = times.values()
+    ms = {k: [1e3*o for o in quartiles(v)] for k,v in times.items()}
+    return dict(size=size, width=width, bs=bs, ms=ms, slower={k: ratio(t, fp32) for k,t in zip(modes[1:], half)})
+
+def line(r):
+    "A row of the table"
+    times = ['{1:.0f} ({0:.0f} to {2:.0f})'.format(*r['ms'][k]) for k in modes]
+    return f"| {r['bs']}×3×{r['size']}×{r['size']} | {' | '.join([*times, *(f'{q[1]:.2g}' for q in r['slower'].values())])} |"
+
+def table(res):
+    "Markdown"
+    head = ['batch', *(f'`{k}`, ms' for k in modes), *(f'`{k}`, multiples of fp32' for k in modes[1:])]
+    return '\n'.join([f"| {' | '.join(head)} |", '| --- |'+' --: |'*(len(head)-1), *map(line, res['rows'])])
+
+def main(args=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument('--sizes', type=int, nargs='+', default=[8,16,32], help='widths and heights of the images')
+    for k,default in dict(width=32, bs=8, steps=3, rounds=5).items(): p.add_argument('--'+k, type=int, default=default)
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    a = p.parse_args(args)
+    res = dict(machine=machine(), rows=[measure(size, a.width, a.bs, a.steps, a.rounds) for size in a.sizes])
+    print(table(res))
+    a.out.write_text(json.dumps(res, indent=1)+'\n')
+
+if __name__=='__main__': main()
