@@ -42,7 +42,8 @@ def main(args=None):
     for k,default in dict(width=32, bs=8, steps=3, rounds=5).items(): p.add_argument('--'+k, type=int, default=default)
     p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
     a = p.parse_args(args)
-    res = dict(machine=machine(), rows=[measure(size, a.width, a.bs, a.steps, a.rounds) for size in a.sizes])
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    res = dict(machine=machine(), bf16=bf16, rows=[measure(size, a.width, a.bs, a.steps, a.rounds) for size in a.sizes])
     print(table(res))
     a.out.write_text(json.dumps(res, indent=1)+'\n')
 

@@ -138,7 +138,8 @@ def _fp16():
     res = read('fp16_cpu')
     return f"""## fp16 convolutions on a CPU
 
-{res['machine']}, without instructions for bf16. PyTorch has no fast kernels for them there, which the first fit warns of.
+{res['machine']}, {'with' if res['bf16'] else 'without'} instructions for bf16. PyTorch has no
+fast kernels for fp16 there, which the first fit warns of.
 
 {fp16_cpu.table(res)}"""
 

@@ -10,6 +10,7 @@ from weakref import ref
 from fastai.basics import *
 from .nested import tensors
 from .precision import guarded
+from .snapshot import all_noted
 from .entry import Entry
 from .ranks import Echo
 from .step import Next,Outcome,StepRecord,what_next
@@ -33,7 +34,7 @@ def begin(self:Attempts,
 ):
     "A batch begins: note what there is, for when it runs again"
     self.ready(entry)
-    self.step_norm,self.skipped = None,False
+    self.step_norm,self.skipped,entry.came_in = None,False,[]
     first = self.making is None
     if first: self.begin_step(entry, self.rerun)
     if self.making.batches.attempt.plan is None: entry.plan = None # the batches before this one ran in fp32
@@ -41,7 +42,7 @@ def begin(self:Attempts,
     n = len(self.log.steps)+1
     if first and n%_asked==_first_asked and n!=self.asked and self.training and self.rerun and not self.writes:
         self.asked = n # steps may be cancelled
-        self.predict(f)
+        entry.asks = self.ask
 
 @patch
 def begin_step(self:Attempts,
@@ -50,11 +51,11 @@ def begin_step(self:Attempts,
 ):
     "A step begins"
     s = self.scaler
-    s.scaled = False # whoever has used it before this step
     tries,static = possible and s.is_enabled() and s.dynamic,s.is_enabled() and not s.dynamic
     record = StepRecord(s.min_scale if tries else None, static, s.settled, possible, self.on_spiral!='warn', asks_first(self.log.vain))
-    self.making = Making(Batches(self.learn, entry, self.ranks, *self.states), record)
-    self.making.batches.attempt = Attempt(self.plan, s.get_scale())
+    self.making = Making(Batches(self.learn, entry, self.ranks, *self.states), record, used=self.uses_gradients())
+    s.batches = self.making.batches
+    s.batches.attempt = Attempt(self.plan, s.get_scale())
 
 @patch
 def run_batch(self:Attempts,
@@ -72,6 +73,7 @@ def run_batch(self:Attempts,
             if self.attempt(go, f): return
             go = self.prepared(f)
     def put_back():
+        entry.asks = None
         if not training: self.making = outer
     guarded(run, put_back)
 
@@ -201,27 +203,24 @@ def runs_for_others(self:Attempts) -> bool:
 # %% ../nbs/15_attempts.ipynb #f6bf6732
 @patch
 def find_writes(self:Attempts):
-    "In the step before such a look: does the batch write to weights? Then it is not looked at, or would write to them once more"
+    "In the step before fp32 is asked: does the batch write to weights? Then it is not, or would write to them once more"
     if len(self.log.steps)%_asked==_first_asked-2: self.writes = self.making.batches.has_written()
 
 @patch
-def predict(self:Attempts,
-    f # Works on one batch
-):
-    "What fp32 predicts for the batch at hand; with several processes, both are of this one's batch alone"
-    batches = self.making.batches
-    def pred(plan): return batches.look(f, Attempt(plan, backward=False), modules=False, traceback=True)
-    fp32 = pred(None)
-    if fp32.error is None: self.making.pred = fp32.pred,pred(self.plan).pred if self.ranks.size>1 else None
-    elif not isinstance(fp32.error, torch.OutOfMemoryError) and pred(None).error is None: raise fp32.error # the user's, and only now
-    batches.learner_state.put_back(batches.batches[-1])
-
-@patch
-def compare(self:Attempts):
-    "Does half precision predict what fp32 does?"
-    making = self.making
-    fp32,half = making.pred
-    making.silent,making.pred = deviation(self.pred if half is None else half, fp32)>wrong,None
+def ask(self:Attempts,
+    call, # Makes the first call of the model in this batch
+    aside # Makes it with copies of its inputs, by the plan that it is given
+): # What the call returns
+    "Does half precision predict what fp32 does? With several processes, both are of this one's batch alone"
+    def alone(plan):
+        def run():
+            with self.ranks.alone(), torch.no_grad(): return aside(plan)
+        return guarded(run, all_noted(self.learn, self.plan.model))
+    try: fp32,half = alone(None),alone(self.plan) if self.ranks.size>1 else None
+    except Exception: return call() # which raises the same, or there was no memory for more
+    res = call()
+    self.making.silent = deviation(res if half is None else half, fp32)>wrong
+    return res
 
 # %% ../nbs/15_attempts.ipynb #3e46f54f
 @patch

@@ -58,6 +58,7 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
     _stateattrs = ('plan','ranks','making','states','resumed','unrecorded','context')
     plan = ranks = making = states = resumed = step_norm = unrecorded = asked = context = None
     randoms,skipped,met = (),False,False
+    around_backward = False # is it fastai's own, which `Learner` surrounds? Else its events are those of a program of its own
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
     __signature__ = None # the one of `__init__`, and not that of the class above
 
@@ -213,20 +214,34 @@ def after_loss(self:DynamicMixedPrecision): # of predictions in what nobody can 
 def before_backward(self:DynamicMixedPrecision):
     if self.making is None: self.begin_step(vars(self.learn)['_entry'], False) # a learner's own `one_batch`, without fastai's events
     if self.making.done: self.begin_second()
-    making,attempt = self.making,self.making.batches.attempt
-    if not attempt.backward: raise Left
-    loss = self.learn.loss_grad.float()
-    bad = 0*loss.detach().sum()
-    making.bad,making.began = bad if making.bad is None else making.bad+bad,making.batches.entry.passes
-    if making.pred is not None and attempt.counts: self.compare()
+    if not self.making.batches.attempt.backward: raise Left
     if self.ranks.size>1 and self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)): # that all may end together
         self.learn.loss = torch.full_like(self.loss, self.ranks.read([self.loss.mean()])[0]/self.ranks.size)
-    making.batches.scale_gradients(attempt.scale) # those that this backward pass adds to
-    self.learn.loss_grad = loss*attempt.scale
+    if not self.around_backward: self.scale_loss()
 
 @patch
-def after_cancel_backward(self:DynamicMixedPrecision):
-    if self.making: self.making.batches.scale_gradients(1.)
+def after_backward(self:DynamicMixedPrecision):
+    if not self.around_backward: self.unscale_loss()
+
+@patch
+def scale_loss(self:DynamicMixedPrecision):
+    "A backward pass begins, in which the loss and all gradients are multiplied by the loss scale"
+    making,loss = self.making,self.learn.loss_grad
+    batches,scale = making.batches,making.batches.attempt.scale
+    bad = 0*loss.detach().float().sum()
+    making.bad,making.began = bad if making.bad is None else making.bad+bad,batches.entry.passes
+    if scale==1: return
+    batches.find_leaves(loss)
+    batches.scale_gradients(scale)
+    making.loss,self.learn.loss_grad = loss,loss.float()*scale
+
+@patch
+def unscale_loss(self:DynamicMixedPrecision):
+    "It is over"
+    making,self.around_backward = self.making,False
+    if making is None: return
+    if making.loss is not None: self.learn.loss_grad,making.loss = making.loss,None
+    making.batches.scale_gradients(1.)
 
 @patch
 def judge(self:DynamicMixedPrecision):
@@ -238,6 +253,7 @@ def judge(self:DynamicMixedPrecision):
     if making.outcome is Outcome.fine: return # so far: there may be more gradients before the step
     making.what = self.decide(making.outcome)
     if making.what is not Next.skip: raise Left
+    for g in grad_values(params): g.zero_() # nobody shall work with these, and the step is skipped
 
 def _uses_gradients(cb, order):
     "May the callback `cb` have changed them, or weights, before those of `order` come?"
@@ -246,12 +262,18 @@ def _uses_gradients(cb, order):
     return has('after_backward') or cb.order<=order and has('before_step')
 
 @patch
-def judge_again(self:DynamicMixedPrecision):
+def uses_gradients(self:DynamicMixedPrecision) -> bool:
+    "May callbacks, or a program of the learner's own, have changed gradients or weights between a backward pass and the step?"
+    own = any(getattr(type(self.learn), o) is not getattr(Learner, o) for o in ('_do_one_batch','_do_grad_opt'))
+    return own or any(_uses_gradients(cb, self.order) for cb in self.learn.cbs)
+
+@patch
+def judge_before_step(self:DynamicMixedPrecision):
     "Before the step, where callbacks may have used the gradients meanwhile, or where a program of its own has given no other occasion"
     making = self.making
     if making.used or making.outcome is None: self.judge()
-    written = making.used and (self.ranks.size>1 or making.batches.has_written()) # all ranks must take it alike
-    if written: making.record.settled = True # no attempt comes after one that fits
+    written = making.used and (self.ranks.size>1 or not making.batches.can_run_again()) # all ranks must take it alike
+    if written: making.record.settled,making.record.in_fp32 = True,False # no attempt comes after one that fits
 
 @patch
 def before_step(self:DynamicMixedPrecision):
@@ -260,12 +282,13 @@ def before_step(self:DynamicMixedPrecision):
     if not making.batches.attempt.counts: raise Left
     cancelled = making.bad is None and self.ranks.size==1 # the backward pass; for what half precision has done to the loss?
     if cancelled and not self.loss.isfinite().all(): making.outcome,making.norm = Outcome.broken,math.nan
-    else: self.judge_again()
+    else: self.judge_before_step()
     if making.outcome is None: return # there are no gradients
     what = making.what or self.decide(making.outcome)
     if what is Next.step: self._take(making.norm)
-    elif what is Next.skip: self._skip(making.outcome, making.norm)
-    else: raise Left
+    elif what is not Next.skip: raise Left
+    elif cancelled: making.done = True # as in fp32
+    else: self._skip(making.outcome, making.norm)
 
 # %% ../nbs/16_callback.ipynb #655eb312
 @patch
@@ -273,10 +296,9 @@ def _judge(self:DynamicMixedPrecision, params):
     "What came out of the attempt, and the norm of the true gradients"
     making,held = self.making,set(params)
     norm,bad = get_total_norm(grad_values(params)),making.bad
-    others = grad_values([p for p in self.plan.params if p.grad is not None and p not in held])
+    others = grad_values([p for p in (*self.plan.params, *making.batches.leaves) if p.grad is not None and p not in held])
     signs = making.batches.model_state.verdict(norm.device),0 if bad is None else bad,0*get_total_norm(others) if others else 0
-    used = any(_uses_gradients(cb, self.order) for cb in self.learn.cbs)
-    flags = int(self.runs_for_others()),int(making.silent),int(used)
+    flags = int(self.runs_for_others()),int(making.silent),int(making.used)
     norm,spoilt,bad,others,raised,silent,making.used = self.ranks.read([norm, *signs, *flags])
     norm /= self.ranks.size
     if math.isfinite(norm+spoilt+others) and not raised and not silent: return Outcome.fine,norm
@@ -298,6 +320,7 @@ def _take(self:DynamicMixedPrecision, norm):
 def _skip(self:DynamicMixedPrecision, outcome, norm):
     "Put everything back, count the step, and end the fit where nothing saves the batches"
     making,record,s = self.making,self.making.record,self.scaler
+    self.find_writes()
     self.skipped = True
     self.log.add(s.get_scale(), record.reruns, True, norm)
     making.batches.put_back()
@@ -344,7 +367,7 @@ def after_cancel_step(self:DynamicMixedPrecision):
     making = self.making
     if not making or making.done: return
     if not making.batches.attempt.counts: raise Left
-    self.judge_again()
+    self.judge_before_step()
     if making.outcome is not None and making.passes is None:
         what = making.what or self.decide(making.outcome)
         if what not in (Next.step,Next.skip): raise Left
@@ -382,7 +405,7 @@ def end_batch(self:DynamicMixedPrecision):
     "The step was made; the next batch begins another"
     if self.making is None: return
     self.making.batches.entry.at_next = None
-    if self.making.done or self.making.second: self.making = None
+    if self.making.done or self.making.second: self.making = self.scaler.batches = None
 
 @patch
 def after_batch(self:DynamicMixedPrecision):
@@ -407,7 +430,7 @@ def _warn_of_slow_convs(self:DynamicMixedPrecision):
     plan = self.plan
     if self.log.steps or self.dtype!=torch.float16 or plan.device_type!='cpu': return
     if any(isinstance(m, convs) and m not in plan.in_fp32 for m in plan.model.modules()):
-        warn("On a CPU, convolutions in fp16 are about 20 times slower than in fp32: use to_fp32() here, or to_bf16_dynamic() "
+        warn("On a CPU, convolutions in fp16 can be 20 times slower than in fp32: use to_fp32() here, or to_bf16_dynamic() "
              "on a CPU with instructions for bf16.")
 
 @patch
@@ -436,4 +459,4 @@ def drop_step(self:DynamicMixedPrecision):
     "Forget a step that was begun: its gradients must not enter another"
     if self.opt is not None: self.opt.zero_grad()
     for p in self.learn.model.parameters(): p.grad = None # what the optimizer does not hold
-    self.making = None
+    self.making = self.scaler.batches = None

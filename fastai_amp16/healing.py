@@ -30,7 +30,7 @@ class Making:
     error:Exception = None # What half precision has raised
     failed:bool = False # Has a diagnosis failed?
     silent:bool = False # Are the predictions wrong, though everything is finite?
-    pred:object = None # What fp32 predicts, until that is compared
+    loss:object = None # The loss itself, while `learn.loss_grad` is multiplied by the loss scale
     summed:bool = False # Has a backward pass run?
     done:bool = False # Was the step taken, skipped or cancelled?
     second:bool = False # Is there a step of the same batch before it?

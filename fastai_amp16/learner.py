@@ -14,7 +14,7 @@ from .report import PrecisionReport
 from .entry import Entry
 from .rerun import Left,not_faults
 from .scaler import DynamicScaler
-from .snapshot import LearnerState,ModelState,learner_random_states,modules_beside,noted
+from .snapshot import all_noted,learner_random_states,noted
 from .diagnose import diagnose
 from .callback import DynamicMixedPrecision
 
@@ -82,11 +82,14 @@ def _batch(learn, f):
     guarded(run, put_back)
 
 def _backward(learn, f):
-    try: f()
-    except BaseException: # whatever it is, gradients do not stay multiplied
-        if (mp := running(learn)) and mp.making: mp.making.batches.scale_gradients(1.)
-        raise
-    if not (mp := running(learn)) or not mp.making: return
+    mp = running(learn)
+    if not mp or not mp.making: return f()
+    try:
+        mp.scale_loss()
+        if mp.making.batches.have_graphs and type(learn)._backward is Learner._backward: learn.loss_grad.backward(retain_graph=True)
+        else: f()
+    finally: mp.unscale_loss() # whatever happens: neither loss nor gradients stay multiplied
+    if not mp.making: return
     mp.making.summed = True
     mp.judge()
     if not mp.making.batches.attempt.counts: raise Left # a look ends here, before anybody uses the gradients
@@ -101,20 +104,37 @@ def _step(learn, f):
 def _fastais(cls, name):
     "The method as fastai has it, also if this module is loaded once more"
     f = getattr(cls, name)
-    return getattr(f, 'fastais', f)
+    ours,fastais = getattr(f, 'instead_of', (None,f))
+    return fastais if ours is f else f # what `functools.wraps` has made of ours is somebody else's
+
+def _is_instead_of(cls, name, fastais):
+    "Let `_fastais` find it"
+    f = getattr(cls, name)
+    f.instead_of = f,fastais
 
 _with_events_fp32 = _fastais(Learner, '_with_events')
 _around = {'fit':_fit, 'validate':_standing, 'batch':_batch, 'backward':_backward, 'step':_step}
+
+_in_a_fit = '_entry','_fitting','_looks'
+_getstate = _fastais(Learner, '__getstate__')
+
+@patch
+def __getstate__(self:Learner):
+    "fastai's own, without what only a fit has: a learner that is exported or copied in the middle of one is not in a fit"
+    return {k: v for k,v in _getstate(self).items() if k not in _in_a_fit}
+
+_is_instead_of(Learner, '__getstate__', _getstate)
 
 @patch
 def _with_events(self:Learner, f, event_type, ex, final=noop):
     "fastai's own, which every part of a fit runs through"
     around = _around.get(event_type)
+    if event_type=='backward' and (mp := running(self)): mp.around_backward = True
     try: _with_events_fp32(self, partial(around, self, f) if around else f, event_type, ex, final)
     finally:
         if event_type=='batch' and (mp := running(self)): mp.record_again()
 
-Learner._with_events.fastais = _with_events_fp32
+_is_instead_of(Learner, '_with_events', _with_events_fp32)
 
 # %% ../nbs/17_learner.ipynb #febe9b86
 class _OptAndMore:
@@ -151,8 +171,8 @@ def _saves_more(cls, name):
             self.opt = opt
             if name=='load': mp.drop_step() # it belongs to the weights before
         return guarded(run, put_back)
-    f.fastais = fastais
     setattr(cls, name, f)
+    _is_instead_of(cls, name, fastais)
 
 @functools.cache
 def _save_more(cls):
@@ -213,7 +233,7 @@ def added_cbs(self:Learner,
                 if mixed()==now: back = [cb for cb in before if cb not in now] # else somebody has decided otherwise meanwhile
     finally: L(back).map(partial(_add_cb, self))
 
-for name,f in dict(add_cb=_add_cb, remove_cb=_remove_cb, added_cbs=_added_cbs).items(): getattr(Learner, name).fastais = f
+for name,f in dict(add_cb=_add_cb, remove_cb=_remove_cb, added_cbs=_added_cbs).items(): _is_instead_of(Learner, name, f)
 
 def _use(learn, cb):
     cb.make_plan(learn.model) # says what is wrong before anything changes
@@ -260,12 +280,9 @@ def unchanged(
     owners = [vars(o) for o in (learn, *learn.cbs)]+list(_loader_state(dl))
     before,grads = [(d,d.copy()) for d in owners],[(p,p.grad) for p in learn.model.parameters()]
     containers = [f for d in owners for v in d.values() if (f:=noted(v))]
-    model,state = ModelState(learn.model, learn.loss_func, modules_beside(learn)),LearnerState(learn)
-    models,states = model.note(),state.note()
+    rest_back = all_noted(learn, learn.model)
     def put_back():
-        model.put_back(models)
-        model.modes_back(models)
-        state.put_back(states)
+        rest_back()
         for d,c in before:
             for k in d.keys()-c.keys(): del d[k]
             d.update(c)

@@ -53,7 +53,8 @@ def _like(o, items):
 def _with_attributes(o, f):
     "A copy of an object, of whose attributes some hold other tensors; the object itself if none does"
     if isinstance(o, (type,nn.Module)) or callable(o): return o
-    names = [k for c in type(o).__mro__ for k in [*getattr(c, '__slots__', ())] if hasattr(o, k)]
+    slots = [vars(c).get('__slots__', ()) for c in type(o).__mro__]
+    names = [k for s in slots for k in ([s] if isinstance(s, str) else s) if hasattr(o, k)]
     new = {}
     for k in (*names, *(vars(o) if hasattr(o, '__dict__') else ())):
         changed = []

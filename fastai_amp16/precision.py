@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['norm_types', 'convs', 'register_norm', 'is_norm', 'as_list', 'find_modules', 'StandIn', 'own_forward',
-           'writes_weights', 'unwrapped', 'unwrap', 'PrecisionPlan', 'Modes', 'guarded', 'ForwardPass', 'half_forward']
+           'without_stand_in', 'writes_weights', 'unwrapped', 'unwrap', 'PrecisionPlan', 'Modes', 'guarded',
+           'ForwardPass', 'half_forward']
 
 # %% ../nbs/02_precision.ipynb #ebfd676d
-import functools
+import dis,functools
 from abc import ABC
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -100,7 +101,10 @@ class StandIn:
         return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(*self.first, *args, **kwargs)
     def __call__(self, *args, **kwargs): return self.forward(*args, **kwargs)
     @property
-    def __wrapped__(self): return self.module.forward if self.own is None else self.own # for `inspect.signature`
+    def __wrapped__(self): # for `inspect.signature`, and what else looks at a `forward`
+        if self.own is not None: return self.own
+        return MethodType(type(self.module).forward, self.module) if self.first else type(self.module).forward
+    def __getattr__(self, k): return getattr(self.__wrapped__, k)
     def __reduce__(self): # the copy of `module` has no attributes yet
         return (getattr, (self.module, 'forward')) if self.own is None else (_itself, (self.own,))
 
@@ -113,6 +117,17 @@ def own_forward(
     f = m.__dict__.get('forward')
     while isinstance(f, StandIn) and f.module is m: f = f.own
     return None if isinstance(f, MethodType) and f.__self__ is m and f.__func__ is type(m).forward else f
+
+def without_stand_in(
+    m:nn.Module, # Perhaps with a stand-in
+    protocol # Of `pickle`
+): # As `__reduce_ex__`, whose place it takes in an instance
+    "What a copy or a pickle of `m` is made of: the module as it is outside a fit"
+    make,args,state,*rest = type(m).__reduce_ex__(m, protocol)
+    if isinstance(state, dict):
+        state = {k: v for k,v in state.items() if k not in ('forward','__reduce_ex__')}
+        if (f := own_forward(m)) is not None: state['forward'] = f
+    return make,args,state,*rest
 
 # %% ../nbs/02_precision.ipynb #853a3a69
 class _Fp32Forward(StandIn):
@@ -240,7 +255,9 @@ def _reached(f, cls, seen):
     seen.add(code)
     inner = [FunctionType(c, f.__globals__, closure=tuple(map(CellType, range(len(c.co_freevars))))) for c in code.co_consts
              if isinstance(c, CodeType)]
-    named = [getattr(cls, n, None) or f.__globals__.get(n) for n in code.co_names]
+    ops = [(i.opname,i.argval) for i in dis.get_instructions(code)]
+    methods = {n for op,n in ops if op in ('LOAD_ATTR','LOAD_METHOD','LOAD_SUPER_ATTR')}
+    named = [*(vars(c).get(n) for c in cls.__mro__ for n in methods), *(f.__globals__.get(n) for op,n in ops if op=='LOAD_GLOBAL')]
     for g in (*inner, *named, *(c.cell_contents for c in f.__closure__ or () if c!=CellType())):
         if isinstance(g, FunctionType) and not (g.__module__ or '').startswith('torch'): _reached(g, cls, seen)
 
@@ -251,10 +268,18 @@ def writes_weights(
     "Does the forward pass of `cls` write to its weights, as momentum encoders do, or make new ones? As far as its code tells"
     if cls.__module__.startswith('torch.'): return False
     _reached(cls.forward, cls, seen := set())
-    names = {n for c in seen for n in c.co_names}
+    def in_place(n): return isinstance(n, str) and n.endswith('_') and not n.endswith('__')
+    def by_data(code):
+        "Does it write to what is behind a `.data`: by name, by index, or by a method in place?"
+        ops = [(i.opname,i.argval) for i in dis.get_instructions(code)]
+        after = [following for (op,n),following in zip(ops, ops[1:]) if op=='LOAD_ATTR' and n=='data']
+        kept = any(op.startswith('STORE_FAST') for op,_ in after) and any(in_place(n) for n in code.co_names)
+        by_index = after and any(op=='STORE_SUBSCR' for op,_ in ops)
+        return ('STORE_ATTR','data') in ops or by_index or kept or any(in_place(n) for _,n in after)
     # `next(self.parameters())` asks for a dtype or a device
     all_weights = any({'parameters','named_parameters','state_dict'} & {*c.co_names} and 'next' not in c.co_names for c in seen)
-    return bool({'data','Parameter'} & names) or all_weights and any(n.endswith('_') and not n.endswith('__') for n in names)
+    makes = any('Parameter' in c.co_names for c in seen)
+    return makes or any(map(by_data, seen)) or all_weights and any(in_place(n) for c in seen for n in c.co_names)
 
 @functools.cache
 def _has_autocast(cls):
@@ -298,6 +323,10 @@ def _refuse(model, params):
         raise ValueError(f"torch has no autocast for the model's device {dev!r}: move the model to another device.")
 
 # %% ../nbs/02_precision.ipynb #0fe41d66
+def _knows_bf16():
+    "Has the CPU the instructions that oneDNN's bf16 kernels need?"
+    return getattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', bool)() # private in torch
+
 class PrecisionPlan:
     """Who computes in what: the weights of `model` that have half-precision copies in a forward pass, and the modules that stay in fp32
 
@@ -326,12 +355,11 @@ class PrecisionPlan:
         own_code = [o for o in which if isinstance(o, str) and o.endswith('.')]
         self.kept = find_modules(model, [o for o in which if o not in own_code])
         self.own_code = find_modules(model, [o[:-1] for o in own_code])
-        # oneDNN has no fp16 kernels for recurrent layers: without this they raise on a CPU
-        if self.device_type=='cpu' and self.dtype==torch.float16:
+        # oneDNN has no fp16 kernels for recurrent layers, and bf16 ones for some CPUs only: without this they raise
+        if self.device_type=='cpu' and not (self.dtype==torch.bfloat16 and _knows_bf16()):
             self.kept.update((n,m) for n,m in model.named_modules() if isinstance(m, nn.RNNBase))
         self.norms = {n:m for n,m in model.named_modules() if is_norm(m)}
-        islands = [m for m in model.modules() if _has_autocast(type(m))]
-        self.in_fp32 = dict.fromkeys(c for m in (*self.kept.values(),*self.norms.values(),*islands) for c in m.modules())
+        self.in_fp32 = dict.fromkeys(c for m in (*self.kept.values(),*self.norms.values()) for c in m.modules())
 
     def _stand_in(self):
         "The stand-ins of these modules, and which weights have half-precision copies"
@@ -343,9 +371,9 @@ class PrecisionPlan:
                      *(_Fp32Forward(m, dev, True, own_code=True) for m in own), *(_HalfForward(m, dev, self.dtype) for m in again)]
         self.stand_ins = {o.module: o for o in stand_ins}
         inside_own = {c for m in own for c in m.children() if not c._modules} # whose weights that code may use itself: autocast casts them
-        # code that writes to weights must find the masters; autocast casts these
-        written = {c for m in self.model.modules() if writes_weights(type(m)) for c in m.modules()}
-        without = {*inside,*own,*inside_own,*written}
+        # code that writes to weights, or has an autocast of its own, must find the masters; autocast casts these
+        themselves = {c for m in self.model.modules() if writes_weights(type(m)) or _has_autocast(type(m)) for c in m.modules()}
+        without = {*inside,*own,*inside_own,*themselves}
         self.slots = [(m._parameters,n) for m in self.model.modules() if m not in without for n in _half_names(m)
                       if m._parameters.get(n) is not None and not is_lazy(m._parameters[n])]
 

@@ -16,7 +16,7 @@ from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.overrides import TorchFunctionMode
-from .entry import Entry,in_backward
+from .entry import Entry,in_backward,outside
 from .grads import grad_values,scale_grads
 from .nested import cast_floats,half_types,replace,tensors
 from .precision import PrecisionPlan,guarded
@@ -230,6 +230,7 @@ class Batches:
         some = model_state.trained[::len(model_state.trained)//8+1] # all have gradients, or none has but for layers that were never used
         self.zeros = any(p.grad is not None for p in some)
         self.weights = model_state.weights()
+        self.leaves = {} # tensors outside the model that the loss gives gradients to, and those that they had before
         self.left,self.changed = [],[] # modules' attributes when the last batch ended; what callbacks have written there since, by batch
 
     def add(self):
@@ -253,6 +254,11 @@ class Batches:
     def inputs(self) -> list: # Pairs
         "Inputs and targets of each batch"
         return [tuple(owners[0][1][k] for k in ('xb','yb')) for owners,*_ in self.batches]
+
+    @property
+    def have_graphs(self) -> bool:
+        "Do inputs have graphs, made before the batch began? A backward pass must not use these up"
+        return any(t.grad_fn is not None for t in tensors(self.inputs))
 
     @contextmanager
     def with_inputs(self,
@@ -286,18 +292,27 @@ class Batches:
         held = [p for pg in self.learn.opt.param_lists for p in pg] if self.learn.opt is not None else []
         return list(dict.fromkeys((*self.model_state.all_params, *held)))
 
+    def find_leaves(self,
+        loss:Tensor # With its graph
+    ):
+        "Find what else it gives gradients to: a temperature, the centres of a loss function, an input"
+        for t in {*outside([loss.grad_fn, *self.entry.came_in])}.difference(self.params, self.leaves):
+            self.leaves[t] = None if t.grad is None else t.grad.clone()
+
     def scale_gradients(self,
         scale:float # The loss scale within a backward pass, 1 outside
     ):
-        "Have all gradients that there are multiplied by `scale`"
+        "Bring all gradients from what they are multiplied by now to `scale`"
         attempt = self.attempt
         factor,attempt.scaled = scale/attempt.scaled,scale
-        if factor!=1 and (ps := [p for p in self.params if p.grad is not None]): scale_grads(grad_values(ps), factor)
+        ps = [p for p in (*self.params, *self.leaves) if p.grad is not None] if factor!=1 else []
+        if ps: scale_grads(grad_values(ps), factor)
 
     def drop_gradients(self):
         "None, or zeros where the optimizer's `zero_grad` leaves zeros: these keep momentum and decay going, as in fp32"
         if not self.learn.training: return # a validation amid accumulated gradients
         for p in self.params: p.grad = torch.zeros_like(p) if self.zeros and p.grad is not None else None
+        for t,g in self.leaves.items(): t.grad = g if g is None else g.clone()
 
     def run(self,
         f, # Works on one batch
@@ -311,6 +326,7 @@ class Batches:
         if attempt.plan is None: self.model_state.replaced(cast_floats)
         for self.at in range(self.at if rest else 0, len(self.batches)):  # noqa: B020
             self.learner_state.put_back(self.batches[self.at])
+            self.entry.came_in = []
             for write in self.changed[self.at]: write()
             try: f()
             except (CancelBatchException,Left) as e: # its gradients wait for the others'; in a look, all batches are left
@@ -323,7 +339,6 @@ def look(self:Batches,
     attempt:Attempt, # How it runs
     inside=None, # Names of the modules whose operations are to be seen as well, as a predicate
     modules:bool=True, # Look at the modules, or only at what comes out in the end?
-    traceback:bool=False, # Shall an exception keep its own, and with it all that was alive there?
     **kwargs # For `Watch`
 ) -> Watch: # What was seen: `finite`, `error`, `pred`, `frames` and more
     "Run all batches and note what goes through the modules; an exception that they raise is noted, too"
@@ -344,7 +359,7 @@ def look(self:Batches,
             try: self.run(batch, attempt)
             except (Left,*not_faults): pass
             except Exception as e:
-                watch.error,watch.open = e.with_traceback(e.__traceback__ if traceback else None),watch.stack[-1] if watch.stack else None
+                watch.error,watch.open = e.with_traceback(None),watch.stack[-1] if watch.stack else None # it would keep all that was alive
             watch.on = False
             watch.pred,loss = cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
             results = loss if len(learn.yb) and loss is not None else watch.pred

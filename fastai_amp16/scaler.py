@@ -65,7 +65,7 @@ class DynamicScaler(GradScaler):
         self.settled = False # has a step been taken at this scale, or one that it grew or fell from?
         self._target = None # the scale to return to after a single batch forced it far down
         self._calm = 0 # healthy steps since the last doubling
-        self.scaled = False # has `scale` been called since the last step?
+        self.batches = None # of the step that a `fit` makes: its gradients are true but within a backward pass
 
     # torch fills its tensors from `_init_scale` and `_init_growth_tracker`: kept up to date, they are the scaler's memory on the host
     def get_scale(self) -> float:
@@ -82,16 +82,18 @@ class DynamicScaler(GradScaler):
 def scale(self:DynamicScaler,
     outputs # A tensor, or an iterable of tensors
 ): # Like `outputs`
-    "Multiply `outputs`, a loss say, by the scale"
-    self.scaled = True
-    return super(DynamicScaler, self).scale(outputs)
+    "Multiply `outputs`, a loss say, by the scale; in a `fit`, gradients stay multiplied from here on to `unscale_`, or to the step"
+    if self.batches is None: return super(DynamicScaler, self).scale(outputs)
+    self.batches.scale_gradients(scale := self.batches.attempt.scale)
+    return outputs*scale if isinstance(outputs, torch.Tensor) else type(outputs)(o*scale for o in outputs)
 
 @patch
 def unscale_(self:DynamicScaler,
     optimizer # Whose gradients
 ):
-    "Divide gradients by the scale; does nothing where nothing was scaled since the last step, as in a `fit`, whose gradients are true"
-    if self.scaled: super(DynamicScaler, self).unscale_(optimizer)
+    "Divide gradients by the scale; in a `fit`, all that are multiplied by it"
+    if self.batches is None: super(DynamicScaler, self).unscale_(optimizer)
+    else: self.batches.scale_gradients(1.)
 
 @patch
 def _next_scale(self:DynamicScaler, overflow):
@@ -114,7 +116,6 @@ def update(self:DynamicScaler,
     found_inf:bool|None=None # Did the gradients overflow? `None`: read what `unscale_` found, which waits for the device
 ):
     "Close a step: choose the scale of the next one"
-    self.scaled = False
     if not self._enabled: return
     if new_scale is None:
         if found_inf is None:
@@ -133,7 +134,6 @@ def took(self:DynamicScaler,
     scale:float # The loss scale of the run whose gradients were finite, at most the present one
 ):
     "A step was taken at `scale`: choose the scale of the next one"
-    self.scaled = False
     if not (self._enabled and self.dynamic): return
     now,settled,self.settled = self._init_scale,self.settled,True
     if scale<now: return self._fell(scale, settled)
@@ -154,6 +154,9 @@ def _fell(self:DynamicScaler, scale, settled):
     self._set_scale(scale)
 
 # %% ../nbs/00_scaler.ipynb #e2d50dec
+@patch
+def __getstate__(self:DynamicScaler): return {**super(DynamicScaler, self).__getstate__(), 'batches': None}
+
 @patch
 def state_dict(self:DynamicScaler) -> dict:
     "The state of `torch.amp.GradScaler`, the overflows left until the scale backs off, and where it returns to; empty where disabled"

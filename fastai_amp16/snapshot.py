@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['detached', 'noted', 'without_graph', 'inside', 'held', 'modules_beside', 'ModelState', 'RandomState', 'LearnerState',
-           'learner_random_states', 'set_learner_random_states']
+           'all_noted', 'learner_random_states', 'set_learner_random_states']
 
 # %% ../nbs/07_snapshot.ipynb #74a48ee3
 import operator,random
 from collections import Counter,OrderedDict,defaultdict,deque,namedtuple
 from ctypes import c_int32,c_uint32
+from io import IOBase
+from types import BuiltinFunctionType,FunctionType
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.parameter import is_lazy
@@ -138,7 +140,7 @@ class _Tensors:
             if t.is_leaf and t.grad is not grad: t.grad = grad # that of an adversarial input, say
 
 # %% ../nbs/07_snapshot.ipynb #52ffa5ff
-_torchs = {*vars(nn.Module()), 'forward', '_compiled_call_impl'} # what torch itself keeps in each module, and the places of stand-ins
+_torchs = {*vars(nn.Module()), 'forward', '_compiled_call_impl', '__reduce_ex__'} # what torch itself keeps, and the places of stand-ins
 _rescan = 256 # steps
 _training,_version,_requires_grad = operator.itemgetter('training'),*map(operator.attrgetter, ('_version','requires_grad'))
 _hooks = [k for k in vars(nn.Module()) if '_hooks' in k]
@@ -461,11 +463,46 @@ class RandomState:
 # %% ../nbs/07_snapshot.ipynb #3d7bd214
 _results = ('pred','loss_grad') # of the batch before: an attempt makes its own, and these would keep its graph
 
+class _Again:
+    "An iterator in the place of `it`, whose draws can be taken back: what it gave it gives once more"
+    def __init__(self, it): self.it,self.last = it,[None,None] # what was drawn last, and what came after that
+    def __iter__(self): return self
+    def __next__(self):
+        if self.last[1] is None: self.last[1] = [next(self.it),None]
+        self.last = self.last[1]
+        return self.last[0]
+    def __getattr__(self, k): return getattr(self.it, k)
+    def __reduce__(self): return _itself,(self.it,)
+
+def _itself(o): return o
+
+_values = (int,float,complex,str,bytes,type(None),np.generic,Tensor,tuple,FunctionType,BuiltinFunctionType,partial,*_in_place)
+
+def _is_record(o):
+    "Does an object only hold numbers, tensors, functions and containers, as a meter does? A file or a loader holds more"
+    return bool(vars(o)) and all(isinstance(v, _values) for v in vars(o).values())
+
+def _record(o):
+    attrs = vars(o)
+    copy,containers = {k: detached(v) for k,v in attrs.items()},[f for v in attrs.values() if (f:=noted(v))]
+    small = [(t,t.detach().clone()) for t in copy.values() if isinstance(t, Tensor) and t.numel()<=_large]
+    def put_back():
+        attrs.clear()
+        attrs.update(copy)
+        for f in containers: f()
+        for t,c in small: _write(t, c)
+    return put_back
+
+_no_records = (type,nn.Module,Learner,Callback,DataLoaders,Optimizer,torch.optim.Optimizer,FunctionType,partial)
+
 class _Kinds(dict):
     "By class: what may change in its objects themselves"
     def __missing__(self, cls):
-        is_container = cls in _in_place or issubclass(cls, (tuple,list,dict,deque))
-        self[cls] = kind = Tensor if issubclass(cls, Tensor) else list if is_container else None
+        if issubclass(cls, Tensor): kind = Tensor
+        elif cls in _in_place or issubclass(cls, (tuple,list,dict,deque)): kind = list
+        elif hasattr(cls, '__next__') and not issubclass(cls, IOBase): kind = _Again
+        else: kind = _is_record if cls.__dictoffset__ and not issubclass(cls, _no_records) else None
+        self[cls] = kind
         return kind
 
 _events = ['before_batch', *(f'{when}_{what}' for what in ('pred','loss','backward','step') for when in ('before','after'))]
@@ -484,6 +521,9 @@ class LearnerState:
 
     def _noted(self, o):
         "As `noted`, but a long list that has grown since the last batch is a log: nobody writes to what it was before"
+        kind = self.kinds[type(o)]
+        if type(o) is _Again: return partial(setattr, o, 'last', o.last)
+        if kind is _is_record: return _record(o) if _is_record(o) else None
         if type(o) is not list: return noted(o)
         n,self.lengths[id(o)] = self.before.get(id(o), math.inf),len(o)
         return partial(_from, o, n, o[n:]) if _inner<n<len(o) else noted(o)
@@ -495,20 +535,20 @@ class LearnerState:
         owners = [(vars(o),vars(o).copy()) for o in (learn, *learn.cbs) if o is learn or not _is_still(type(o))]
         owners[0][1].update({k: None for k in _results if k in owners[0][1]})
         with torch._C.DisableTorchFunction():
-            for i,(_,before) in enumerate(owners):
+            for i,(owner,before) in enumerate(owners):
                 for k,v in before.items():
                     if (kind:=kinds[type(v)]) is None: continue
                     if kind is Tensor:
                         if v.grad_fn is None: places[i,k] = v
                         else: before[k] = v.detach()
                         continue
+                    if kind is _Again and type(v) is not _Again: owner[k] = before[k] = v = _Again(v)
                     if k in ('xb','yb'): continue # below, whatever is in them
-                    os = inside(v)
-                    ts = [o for o in os if isinstance(o, Tensor)]
+                    ts = [o for o in inside(v) if isinstance(o, Tensor)]
                     if ts and (c:=without_graph(v)) is not None:
                         before[k] = c
                         continue
-                    containers += [self._noted(o) for o in (v,*os) if type(o) in _in_place]
+                    containers += [self._noted(o) for o in (v,*inside(v))]
                     if ts: places.update({(i,k,j): t for j,t in enumerate(ts)})
             opt = getattr(learn, 'opt', None)
             hypers = () if opt is None else opt.opt.param_groups if isinstance(opt, OptimWrapper) else opt.hypers
@@ -535,6 +575,20 @@ class LearnerState:
     ) -> bool:
         "Was an input written to that cannot be put back, since inputs never were before?"
         with torch._C.DisableTorchFunction(): return self.tensors.is_stuck(noted[2])
+
+def all_noted(
+    learn:Learner, # Whose loss function and callbacks may run
+    model:nn.Module # Its model
+): # A function that puts back what modules, learner, callbacks and random number generators hold now
+    "Note all that batches change, for what nothing shall remain of"
+    modules,mine = ModelState(model, learn.loss_func, modules_beside(learn)),LearnerState(learn)
+    there,here,results = modules.note(),mine.note(),{k: v for k,v in vars(learn).items() if k in _results}
+    def put_back():
+        modules.put_back(there)
+        modules.modes_back(there)
+        mine.put_back(here)
+        vars(learn).update(results)
+    return put_back
 
 # %% ../nbs/07_snapshot.ipynb #f56161eb
 def _shuffling(learn):

@@ -3,10 +3,11 @@ import gc,logging,math,threading,warnings,weakref
 import numpy as np
 import pytest,torch
 import torch.nn.functional as F
-from fastai.basics import (Callback,CancelBackwardException,CancelBatchException,CancelEpochException,CancelFitException,
+from fastai.basics import (AvgMetric,Callback,CancelBackwardException,CancelBatchException,CancelEpochException,CancelFitException,
                            CancelStepException,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,SGD,nn,partial,set_seed)
 from fastai.callback.all import GradientAccumulation,GradientClip,TerminateOnNaNCallback
 from fastai.callback.rnn import ModelResetter,rnn_cbs
+from fastai.metrics import accuracy
 from fastai.optimizer import OptimWrapper
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder,SequentialRNN
@@ -81,7 +82,7 @@ def test_2_to_the_24_where_2_to_the_13_fits():
     fit(learn, 1)
     h = learn.mixed_precision.history
     assert (h.loss_scale==2.**13).all() and h.reruns[0]<=7 and h.reruns[1:].sum()==0 and not h.skipped.any()
-    assert passes.n==40+h.reruns[0]+1 # and the look at the 16th step
+    assert passes.n==40+h.reruns[0]
 
 def test_a_scale_that_is_too_high_for_all_but_the_lowest_powers():
     learn = fit(classifier(lambda: net(Plain), hot, k=2.**24, lr=1e-4), 1)
@@ -154,6 +155,31 @@ def test_the_recorder_sees_each_batch_once():
     ra,rb = a.recorder,b.recorder
     assert rb.smooth_loss.count==ra.smooth_loss.count==30 and len(rb.losses)==30 and rb.iters==ra.iters and rb.lrs==ra.lrs
     assert rb.values[-1][0]==pytest.approx(ra.values[-1][0], rel=2e-2) and all(o.isfinite() for o in rb.losses)
+
+class Meter:
+    "As in PyTorch's examples"
+    def __init__(self): self.sum,self.n,self.seen,self.at = 0.,0,[],torch.zeros(1)
+    def update(self, v):
+        self.sum,self.n = self.sum+v,self.n+1
+        self.seen.append(v)
+        self.at += v
+
+class Meters(Callback):
+    def before_fit(self): self.meter,self.by_name,self.metric = Meter(),dict(loss=Meter()),AvgMetric(accuracy)
+    def before_train(self): self.metric.reset()
+    def after_loss(self):
+        if not self.training: return
+        for o in (self.meter,self.by_name['loss']): o.update(self.loss.item())
+        self.metric.accumulate(self.learn)
+
+@pytest.mark.parametrize('fault', faults)
+def test_meters_and_metrics_count_each_batch_once(fault):
+    act,to,steps = faults[fault]
+    a,b = [fit(classifier(lambda: net(act), o, [Outlier(*steps), Meters()]), 1).meters for o in (fp32,to)]
+    for m,o in ((a.meter,b.meter), (a.by_name['loss'],b.by_name['loss'])):
+        assert o.n==m.n==15 and o.seen==pytest.approx(m.seen, rel=3e-2) and o.sum==pytest.approx(m.sum, rel=1e-2)
+        assert o.at.item()==pytest.approx(m.at.item(), rel=1e-2)
+    assert b.metric.count==a.metric.count==15*16 and float(b.metric.value)==pytest.approx(float(a.metric.value), abs=0.05)
 
 def test_callbacks_after_the_recorder_see_a_skipped_batch_whole():
     "It is no part of the averages, and everything else of it is there, to the last callback; the recorder goes on with the next batch"
@@ -606,15 +632,15 @@ def test_an_interrupt_leaves_no_infinity_of_an_attempt(event, ex, acc):
     assert all(b.isfinite().all() for b in learn.model.buffers()) and not any('forward' in vars(m) for m in learn.model.modules())
 
 def test_cancelled_steps_do_not_ask_again_for_predictions():
-    "Before the 16th step a look, and not one in each batch until it is made"
+    "Before the 16th step fp32 is asked, and not in each batch until it is made"
     class Cancels(Callback):
         order = -5
         def before_step(self):
             if 14<self.iter<40: raise CancelStepException()
     learn = classifier(lambda: net(Plain), fp16, [Cancels()], n=45)
-    passes = Passes(learn.model)
+    passes,inner = Passes(learn.model),Passes(next(learn.model.children()))
     fit(learn, 1)
-    assert len(learn.mixed_precision.history)==20 and passes.n==45+1
+    assert len(learn.mixed_precision.history)==20 and passes.n==45 and inner.n==45+1
 
 # --- what others keep in modules and callbacks
 

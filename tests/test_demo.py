@@ -26,7 +26,7 @@ def test_command(tmp_path):
 
 def test_healing_ends_where_fp32_ends():
     fp32,healed = [train(p, 8, counts=True)[1]['accuracy'] for p in ('fp32','fp16, healing')]
-    assert fp32>0.95 and healed>fp32-0.01 # fp32 itself ends up to three points apart over seeds
+    assert fp32>0.95 and healed>fp32-0.03 # fp32 itself ends up to three points apart over seeds
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
 @pytest.mark.parametrize('name', ['fp16, static scale 512','fp16, dynamic scale'])

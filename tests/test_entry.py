@@ -1,10 +1,10 @@
 "However a program calls the model, its layers compute in half precision, its batches run again, and it trains as in fp32"
-import copy,io,pickle
+import copy,inspect,io,math,pickle
 from collections import Counter
 from types import SimpleNamespace
 import pytest,torch
 import torch.nn.functional as F
-from fastai.basics import Callback,Learner,SGD,nn,noop,partial,set_seed
+from fastai.basics import CancelBackwardException,CancelBatchException,CancelStepException,Callback,Learner,SGD,nn,noop,partial,set_seed
 from fastai.callback.training import GradientAccumulation
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -252,6 +252,48 @@ def test_a_traced_part_of_a_model_computes_in_half_precision():
     counts = [dict(o.model.named_buffers())['enc.1.num_batches_tracked'] for o in (a,b)]
     assert counts[0]==counts[1] # validations count as well: it was traced in training
 
+class Documented(Net):
+    def forward(self, x, gain:float=1.):
+        "Its own words"
+        return super().forward(x, gain)
+
+def test_a_forward_is_looked_at_as_ever():
+    def told(m):
+        f = m.forward
+        whole = inspect.signature(f),inspect.getfullargspec(f),inspect.getsource(inspect.unwrap(f))
+        return whole,f.__name__,f.__func__,f.__self__ is m,f.__code__
+    class Looks(Callback):
+        def after_pred(self): self.learn.seen = told(self.model)
+    learn = fit(make(Learner, hot, Documented, n=64, cbs=[Looks()]), 1)
+    assert learn.seen==told(learn.model)
+
+def test_traced_and_exported_in_the_middle_of_a_fit():
+    "It computes in fp32, wherever it is brought"
+    class Traces(Callback):
+        def after_epoch(self):
+            x = torch.ones(2,8)
+            self.model.eval()
+            self.traced = torch.jit.trace(self.model, x)
+            if hasattr(torch.compiler, 'is_exporting'): self.exported = torch.export.export(self.model, (x,)).module()
+    learn = fit(make(Learner, hot, n=64, cbs=[Traces()]), 1)
+    x = torch.ones(2,8)
+    learn.model.eval()
+    for f in (getattr(learn.traces, k) for k in ('traced','exported') if hasattr(learn.traces, k)):
+        torch.testing.assert_close(f(x), learn.model(x), rtol=1e-6, atol=1e-6)
+
+class OwnAutocast(Net):
+    "One region of it computes in fp32"
+    def forward(self, x, gain=1.):
+        x = self.enc(x)
+        with torch.autocast('cpu', enabled=False): return self.head(x.float())*gain
+
+def test_a_model_with_an_autocast_of_its_own():
+    dtypes = set()
+    learn = make(Learner, Learner.to_fp16_dynamic, OwnAutocast, n=64)
+    for m in (learn.model.enc[0],learn.model.head): m.register_forward_hook(lambda m,i,o: dtypes.add((m.in_features,o.dtype)))
+    fit(learn, 1)
+    assert dtypes=={(8,torch.float16),(16,torch.float32)}
+
 @pytest.mark.parametrize('how', ['deepcopy','pickle','torch.save'])
 def test_a_copy_made_in_the_middle_of_a_fit_is_a_module_of_its_own(how):
     "It computes in fp32 with its own weights, in the fit and after it, and can be trained"
@@ -270,6 +312,7 @@ def test_a_copy_made_in_the_middle_of_a_fit_is_a_module_of_its_own(how):
     learn = fit(make(Learner, hot, n=64, cbs=[Copies()]), 1)
     net,before,x = learn.copies.net,learn.copies.before,torch.randn(4,8)
     assert equal([p.detach() for p in net.parameters()], before) and not equal(before, weights(learn))
+    assert not any({'forward','__reduce_ex__'} & vars(m).keys() for m in (*net.modules(),*learn.model.modules()))
     clean(learn)
     assert net(x).dtype==torch.float32 and learn.copies.pred.dtype==torch.float32
     ref = Net().eval()
@@ -739,22 +782,45 @@ class Extra(Callback):
     "A backward pass of its own, before that of the learner"
     def after_loss(self):
         if self.training: (self.model.head.weight.square().sum()*0.1).backward()
+class ByScaler(Callback):
+    "A second loss, as for fastai's `MixedPrecision`"
+    def after_backward(self):
+        loss = 0.1*self.learn.loss_func(self.model(*self.xb), *self.yb)
+        (self.learn.scaler.scale(loss) if hasattr(self.learn, 'mixed_precision') else loss).backward()
+class Penalty(Callback):
+    order = 50
+    def before_backward(self): self.learn.loss_grad = self.loss_grad+0.01*sum(p.square().sum() for p in self.model.parameters())
+class Guard(Callback):
+    "Some batches have no backward pass but one of its own"
+    order = 50
+    def after_loss(self):
+        if self.training: (self.model.head.weight.square().sum()*0.1).backward()
+    def before_backward(self):
+        if self.iter%3==1: raise CancelBatchException
+class Halves(Callback):
+    order = 5
+    def __init__(self, event): setattr(self, event, self.halve)
+    def halve(self):
+        for p in self.model.parameters(): p.data.mul_(0.5)
 class EarlySAM(SAM): order = 0
 class SAMAfterBackward(SAM):
     order,before_step = 0,noop
     def after_backward(self): SAM.before_step(self)
 
 early = {'FGM':FGM, 'clip in after_backward':partial(Clip, 'after_backward'), 'clip in before_step':partial(Clip, 'before_step'),
-         'values':Values, 'zeros':Zeros, 'reads':Reads, 'extra':Extra, 'SAM':EarlySAM, 'SAM in after_backward':SAMAfterBackward}
+         'values':Values, 'zeros':Zeros, 'reads':Reads, 'extra':Extra, 'SAM':EarlySAM, 'SAM in after_backward':SAMAfterBackward,
+         'scaler':ByScaler, 'penalty':Penalty, 'guard':Guard, 'halves in before_step':partial(Halves, 'before_step'),
+         'halves in after_backward':partial(Halves, 'after_backward')}
 
 @pytest.mark.parametrize('accumulated', [False, True], ids=['', 'accumulated'])
 @pytest.mark.parametrize('name', early)
 def test_callbacks_that_use_gradients_at_once_find_true_ones(name, accumulated):
     "Whatever their order; and none of a batch that overflows"
-    if accumulated and 'SAM' in name: pytest.skip('SAM sets gradients to zero')
+    if accumulated and any(o in name for o in ('SAM','guard','halves')): pytest.skip('it changes what other batches wait for')
     cbs = [GradientAccumulation(32)]*accumulated
     a,b = [fit(make(Learner, to, cbs=[Outlier(5), early[name](), *cbs], n=16*16), 1) for to in (Learner.to_fp32, hot)]
-    assert len(b.mixed_precision.history)==(8 if accumulated else 16) and b.mixed_precision.n_skipped==0
+    n = 8 if accumulated else 11 if name=='guard' else 16
+    assert len(b.mixed_precision.history)==n and b.mixed_precision.n_skipped==0
     torch.testing.assert_close(torch.stack(b.recorder.losses), torch.stack(a.recorder.losses), rtol=3e-2, atol=1e-5)
     for p,q in zip(weights(a), weights(b)): torch.testing.assert_close(q, p, rtol=3e-2, atol=1e-3)
     if name=='reads':
@@ -763,7 +829,79 @@ def test_callbacks_that_use_gradients_at_once_find_true_ones(name, accumulated):
     if 'clip' in name: assert max(norms)<=0.0101
     clean(b)
 
+class OwnSteps(Learner):
+    "Something happens between its backward pass and its step"
+    def _do_grad_opt(self):
+        self._with_events(self._backward, 'backward', CancelBackwardException)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+        self._with_events(self._step, 'step', CancelStepException)
+        self.opt.zero_grad()
+
+def test_a_step_of_the_learners_own_is_judged_by_what_it_leaves():
+    a,b = [fit(make(OwnSteps, to, cbs=[Outlier(5)]), 1) for to in (Learner.to_fp32, hot)]
+    same_training(a, b)
+    assert max(b.mixed_precision.history.grad_norm)<=0.0101
+
+def test_nobody_gets_infinite_gradients_of_a_step_that_will_be_skipped():
+    learn = fit(make(Learner, partial(Learner.to_fp16_dynamic, init_scale=2.**24, rerun=False), cbs=[SAMAfterBackward()]), 1)
+    assert learn.mixed_precision.n_skipped and all(p.isfinite().all() for p in weights(learn))
+
+# --- what else has gradients
+
+class Temperature(Callback):
+    "Learns a number beside the model, by an optimizer of its own"
+    def __init__(self): self.t = nn.Parameter(torch.ones(1))
+    def before_fit(self): self.own = torch.optim.SGD([self.t], lr=1.)
+    def after_pred(self): self.learn.pred = self.pred*self.t
+    def after_step(self):
+        self.own.step()
+        self.own.zero_grad()
+class Centres(Callback):
+    "A layer that only a loss function knows; its gradients are used every other batch"
+    def before_fit(self):
+        set_seed(1)
+        self.layer = layer = [nn.Linear(1,1)]
+        self.own = torch.optim.SGD(layer[0].parameters(), lr=0.1)
+        self.learn.loss_func = lambda p, y: mse(layer[0](p), y)
+    def after_step(self):
+        if self.iter%2: return
+        self.own.step()
+        self.own.zero_grad()
+class Saliency(Callback):
+    order = 20
+    def __init__(self): self.seen = []
+    def before_batch(self): self.learn.xb = self.x.clone().requires_grad_(self.training),
+    def after_backward(self): self.seen.append(self.x.grad/self.x.grad.norm())
+class Prompt(Callback):
+    "Learns what the inputs are multiplied by"
+    order = 20
+    def __init__(self): self.prompt = torch.ones(8, requires_grad=True)
+    def before_batch(self): self.learn.xb = self.x*self.prompt,
+    def after_backward(self):
+        with torch.no_grad(): self.prompt -= 0.1*self.prompt.grad/(1+self.prompt.grad.norm())
+        self.prompt.grad = None
+
+@pytest.mark.parametrize('cb,learned', [(Temperature, lambda o: o.t), (Centres, lambda o: o.layer[0].weight), (Prompt, lambda o: o.prompt),
+    (Saliency, lambda o: torch.stack(o.seen))], ids=['temperature','centres','prompt','inputs'])
+def test_what_has_gradients_beside_the_model(cb, learned):
+    "They are true, and none of a batch that overflows"
+    a,b = [fit(make(Learner, to, cbs=[Outlier(5), cb()]), 1) for to in (Learner.to_fp32, hot)]
+    same_training(a, b)
+    of_a,of_b = [next(learned(o) for o in learn.cbs if isinstance(o, cb)) for learn in (a,b)]
+    assert {0,5}<=set(ran_again(b)) and of_a.shape==of_b.shape
+    torch.testing.assert_close(of_b.detach(), of_a.detach(), rtol=3e-2, atol=1e-4)
+
+def test_the_loss_is_itself_but_in_the_backward_pass():
+    class See(Callback):
+        order = 99
+        def look(self): assert self.loss_grad.item()==self.loss.item()
+        before_backward = after_backward = before_step = after_step = after_cancel_step = look
+        def after_batch(self): assert not self.training or self.loss_grad.item()==self.loss.item()
+    fit(make(Learner, hot, cbs=[See()]), 1)
+
 # --- looks
+
+quiet_bf16 = partial(Learner.to_bf16_dynamic, on_spiral='warn')
 
 class Writes(nn.Module):
     "Shrinks a weight that is trained, in each forward pass"
@@ -775,8 +913,13 @@ class Writes(nn.Module):
             with torch.no_grad(): self.m.head.weight.mul_(0.9)
         return self.m(x)
 
-def test_a_look_does_not_write_once_more():
-    a,b = [fit(make(Learner, to, Writes, n=20*16), 1, 1e-6) for to in (Learner.to_fp32, Learner.to_bf16_dynamic)]
+@pytest.mark.parametrize('skipped', [(), (13,), (14,)])
+def test_fp32_is_not_asked_where_that_would_write_once_more(skipped):
+    class Bad(Callback):
+        def before_backward(self):
+            if self.iter in skipped: self.learn.loss_grad = self.loss_grad*math.nan
+    a,b = [fit(make(Learner, to, Writes, n=20*16, cbs=cbs), 1, 1e-6) for to,cbs in ((Learner.to_fp32, []), (quiet_bf16, [Bad()]))]
+    assert b.mixed_precision.n_skipped==len(skipped)
     torch.testing.assert_close(b.model.m.head.weight, a.model.m.head.weight, rtol=2e-2, atol=1e-6) # one copy is rounded
 
 @pytest.mark.parametrize('at', [3, 16])
@@ -793,6 +936,33 @@ def test_a_loss_that_raises_by_itself_is_not_blamed_on_half_precision(at, every,
     assert e.traceback[-1].name=='loss' and e.value.__cause__ is None and e.value.__context__ is None
     assert not any('amp16' in w.filename for w in recwarn) and not learn.mixed_precision.promoted and not learn.mixed_precision.reports
     clean(learn)
+
+class Unlabelled(Own):
+    "A second loader, of which each batch takes one"
+    def _do_epoch_train(self):
+        self.unlabelled = iter(torch.randn(20, 16, 8))
+        super()._do_epoch_train()
+    def penalty(self, x, y): return (self.model(next(self.unlabelled))-1).square().mean()/16 if self.training else 0.
+
+@pytest.mark.parametrize('to', [hot, Learner.to_bf16_dynamic], ids=['fp16','bf16'])
+def test_another_loader_gives_each_batch_once(to):
+    a,b = [fit(make(Unlabelled, how, n=20*16, cbs=[Outlier(5)]), 1) for how in (Learner.to_fp32, to)]
+    same_training(a, b)
+
+def test_a_healthy_fit_runs_code_of_the_users_once():
+    "Only the model itself is asked once more, in the 16th step"
+    calls,inner = World(),World()
+    class See(Callback):
+        def after_pred(self): calls.append('pred')
+        def after_loss(self): calls.append('loss')
+        def before_backward(self): calls.append('backward')
+    def loss_func(p, y): return calls.append('function') or mse(p, y)
+    learn = make(Learner, Learner.to_bf16_dynamic, n=20*16, cbs=[See()], loss_func=loss_func)
+    learn.model.head.register_forward_hook(lambda *args: inner.append(torch.is_grad_enabled()))
+    fit(learn, 1)
+    n_valid = len(learn.dls.valid)
+    assert Counter(calls)==dict(pred=20+n_valid, loss=20+n_valid, function=20+n_valid, backward=20)
+    assert sum(inner)==20 and len(inner)==21+n_valid
 
 def test_an_exception_that_only_a_look_meets_comes_through():
     calls = World()

@@ -51,7 +51,9 @@ def test_everybody_trains_everything(tmp_path, capsys):
     assert res['versions']['torch'] and res['machine'] and res['arguments']['size']==32
     assert all(line.count('|')==11 for line in out.splitlines()) and len(out.splitlines())==2+len(res['rows'])
     errors = {(r['model'],r['contender']) for r in res['rows'] if 'error' in r}
-    assert errors==({('text_lstm','to_fp16')} if cpu else set())
+    # oneDNN's LSTM knows no fp16, and bf16 on some CPUs only; ours keeps it in fp32 there
+    others = [] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ['to_bf16','accelerate','lightning']
+    assert errors==({('text_lstm',o) for o in ('to_fp16',*others)} if cpu else set())
     for r in res['rows']:
         if 'error' in r:
             assert 'samples_per_second' not in r and 'LSTM' in r['error']

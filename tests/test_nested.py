@@ -33,6 +33,14 @@ class ModelOutput(OrderedDict):
     loss: object = None
     def __post_init__(self): self['loss'] = self.loss
 
+class OneSlot:
+    __slots__ = 'value'
+
+def test_one_slot():
+    o = OneSlot()
+    o.value = torch.ones(2).half()
+    assert cast_floats(o, objects=True).value.dtype==torch.float32 and o.value.dtype==torch.float16
+
 class Lazy(MutableMapping):
     "Keeps what it has in an attribute"
     def __init__(self, **kwargs): self.d = kwargs

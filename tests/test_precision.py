@@ -8,7 +8,7 @@ from fastcore.foundation import L
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from fastai_amp16.precision import PrecisionPlan,find_modules,half_forward,is_norm,norm_types,register_norm
+from fastai_amp16.precision import PrecisionPlan,find_modules,half_forward,is_norm,norm_types,register_norm,writes_weights
 
 dtypes = pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=['fp16','bf16'])
 
@@ -120,17 +120,38 @@ def test_gradients_are_autocasts(name, dtype):
 def test_two_forwards_before_one_backward(name):
     same(*[run(*nets[name], context, torch.float16, times=2) for context in (autocast,half_forward)])
 
+def test_what_writes_to_its_weights():
+    from fastai.text.models.awdlstm import EmbeddingDropout,RNNDropout,WeightDropout
+    from fastai.text.models.core import SentenceEncoder
+    class Index(nn.Linear):
+        def forward(self, x):
+            self.weight.data[0] = 0.
+            return super().forward(x)
+    class Alias(nn.Linear):
+        def forward(self, x):
+            w = self.weight.data
+            w.clamp_(-1, 1)
+            return super().forward(x)
+    class Child(Alias):
+        def forward(self, x): return super().forward(x)+1
+    assert all(map(writes_weights, (Index,Alias,Child)))
+    assert not any(map(writes_weights, (EmbeddingDropout,RNNDropout,SentenceEncoder,WeightDropout,nn.Linear)))
+
+knows_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+@pytest.mark.skipif(not knows_bf16, reason='a CPU without instructions for bf16, for which oneDNN has no such kernel')
 def test_lstm_in_bf16_is_autocasts():
     same(*[run(lstm, seq, context, torch.bfloat16) for context in (autocast,half_forward)])
 
-def test_lstm_in_fp16_on_a_cpu_is_kept_in_fp32():
-    "oneDNN has no fp16 kernel for it: autocast raises"
+@pytest.mark.parametrize('dtype', [torch.float16, *[torch.bfloat16]*(not knows_bf16)])
+def test_lstm_on_a_cpu_is_kept_in_fp32(dtype):
+    "oneDNN has no kernel for it: autocast raises"
     ref = run(lambda: Net(lambda s,x: s.o(s.r(x)[0]), r=nn.LSTM(8,6, batch_first=True), o=nn.Linear(6,4)), seq,
-              lambda net,dtype: half_forward(net, dtype, keep_fp32='r'), torch.float16)
-    same(ref, run(lstm, seq, half_forward, torch.float16))
+              lambda net,dtype: half_forward(net, dtype, keep_fp32='r'), dtype)
+    same(ref, run(lstm, seq, half_forward, dtype))
     packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2,3,8), [3,2], batch_first=True)
     net = nn.LSTM(8,6, batch_first=True)
-    with half_forward(net): out,_ = net(packed.to(torch.float16))
+    with half_forward(net, dtype): out,_ = net(packed.to(dtype))
     assert type(out) is type(packed) and out.data.dtype==torch.float32
 
 def test_second_order_gradients():

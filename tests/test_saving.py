@@ -1,5 +1,5 @@
 "Checkpoints and exported learners, resumed and read elsewhere"
-import os,pickle,random,signal,subprocess,sys,warnings
+import copy,functools,os,pickle,random,signal,subprocess,sys,warnings
 import numpy as np
 import pytest,torch
 from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,L,Learner,OptimWrapper,
@@ -219,6 +219,56 @@ def test_inference(tmp_path, monkeypatch):
     fit(learn, 2)
     clean(learn)
     compare(1e-2)
+
+class Exports(Callback):
+    def after_epoch(self):
+        self.learn.export('in_a_fit.pkl')
+        self.learn.copies = copy.deepcopy(self.learn),pickle.loads(pickle.dumps(self.learn))
+
+@pytest.mark.parametrize('to', ['to_fp32','to_fp16_dynamic'])
+def test_a_learner_that_is_copied_or_exported_in_the_middle_of_a_fit(to, tmp_path):
+    "It predicts and fits as any other"
+    learn = getattr(learner(path=tmp_path), to)()
+    with learn.added_cbs(Exports()): fit(learn, 1)
+    x = learn.dls.train_ds[0][0][None]
+    for o in (*learn.copies, load_learner(tmp_path/'in_a_fit.pkl'), load_learner(tmp_path/'in_a_fit.pkl', cpu=False)):
+        o.remove_cbs([cb for cb in o.cbs if isinstance(cb, Exports)])
+        clean(o) if o.opt else None
+        o.dls = learn.dls
+        torch.testing.assert_close(o.model.eval()(x), learn.model.eval()(x))
+        before = weights(o)
+        fit(o, 1)
+        assert o.get_preds()[0].isfinite().all() and not equal(before, weights(o)) and not hasattr(o.model, '__wrapped__')
+        if hasattr(o, 'mixed_precision'): assert len(o.mixed_precision.history)>=4
+        clean(o)
+
+def test_what_a_fit_in_fp32_exports_needs_no_package(tmp_path):
+    "Though it is imported"
+    made = "from fastai.basics import *\nfrom fastai_amp16.all import *\n"
+    fits = """
+x = torch.randn(32, 8)
+dls = DataLoaders(DataLoader(list(zip(x, x[:,:1])), bs=8), DataLoader(list(zip(x, x[:,:1])), bs=8))
+class Saves(Callback):
+    def after_epoch(self):
+        torch.save(self.learn.model, 'model.pt')
+        torch.save({k: v for k,v in self.learn.__getstate__().items() if k!='cbs'}, 'learn.pt')
+learn = Learner(dls, nn.Linear(8,1), MSELossFlat(), cbs=Saves())
+with learn.no_bar(), learn.no_logging(): learn.fit(1)
+"""
+    in_a_process(made+fits, tmp_path)
+    assert not any(b'fastai_amp16' in (tmp_path/o).read_bytes() for o in ('model.pt','learn.pt'))
+
+def test_a_save_of_the_users_own_is_called(tmp_path):
+    "One that `functools.wraps` has made look like fastai's"
+    class Mine(Learner):
+        @functools.wraps(Learner.save)
+        def save(self, *args, **kwargs):
+            self.saved = True
+            return super().save(*args, **kwargs)
+    learn = learner(path=tmp_path)
+    learn.__class__ = Mine
+    fit(learn.to_fp16_dynamic(), 1).save('x')
+    assert learn.saved and 'scaler' in torch.load(tmp_path/'models/x.pth', weights_only=False)['opt']
 
 def in_a_process(code, cwd, **env):
     res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=cwd, capture_output=True, text=True, env={**os.environ, **env})
