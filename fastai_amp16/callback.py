@@ -237,8 +237,8 @@ def scale_loss(self:DynamicMixedPrecision):
 
 @patch
 def unscale_loss(self:DynamicMixedPrecision):
-    "It is over"
-    making,self.around_backward = self.making,False
+    "It is over: loss and gradients are true again"
+    making = self.making
     if making is None: return
     if making.loss is not None: self.learn.loss_grad,making.loss = making.loss,None
     making.batches.scale_gradients(1.)

@@ -129,9 +129,10 @@ _is_instead_of(Learner, '__getstate__', _getstate)
 def _with_events(self:Learner, f, event_type, ex, final=noop):
     "fastai's own, which every part of a fit runs through"
     around = _around.get(event_type)
-    if event_type=='backward' and (mp := running(self)): mp.around_backward = True
+    if (mp := running(self)) and event_type=='backward': mp.around_backward = True
     try: _with_events_fp32(self, partial(around, self, f) if around else f, event_type, ex, final)
     finally:
+        if mp and event_type=='backward': mp.around_backward = False
         if event_type=='batch' and (mp := running(self)): mp.record_again()
 
 _is_instead_of(Learner, '_with_events', _with_events_fp32)

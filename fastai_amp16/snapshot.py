@@ -582,12 +582,15 @@ def all_noted(
 ): # A function that puts back what modules, learner, callbacks and random number generators hold now
     "Note all that batches change, for what nothing shall remain of"
     modules,mine = ModelState(model, learn.loss_func, modules_beside(learn)),LearnerState(learn)
-    there,here,results = modules.note(),mine.note(),{k: v for k,v in vars(learn).items() if k in _results}
+    def has_graph(k, v): return k in _results or any(t.grad_fn is not None for t in held(v))
+    dicts = [*map(vars, (learn, *learn.cbs)), *modules.dicts]
+    graphs = [{k: v for k,v in d.items() if k not in _torchs and has_graph(k, v)} for d in dicts] # notes are without them
+    there,here = modules.note(),mine.note()
     def put_back():
         modules.put_back(there)
         modules.modes_back(there)
         mine.put_back(here)
-        vars(learn).update(results)
+        for d,own in zip(dicts, graphs): d.update(own)
     return put_back
 
 # %% ../nbs/07_snapshot.ipynb #f56161eb

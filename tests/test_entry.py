@@ -964,6 +964,28 @@ def test_a_healthy_fit_runs_code_of_the_users_once():
     assert Counter(calls)==dict(pred=20+n_valid, loss=20+n_valid, function=20+n_valid, backward=20)
     assert sum(inner)==20 and len(inner)==21+n_valid
 
+class Hyper(Callback):
+    "Makes a weight of the model, and one of its own, before each batch: by layers that learn, too"
+    order = 20
+    def before_fit(self): self.own,self.gain,self.seen = torch.optim.SGD([w := torch.ones(1, requires_grad=True)], lr=0.1),w,[]
+    def before_batch(self):
+        self.model.scale = self.gain*2
+        self.shifts = [self.gain.square()]
+    def after_pred(self): self.learn.pred = self.pred*self.shifts[0]
+    def after_step(self):
+        self.seen.append(self.gain.grad.item())
+        self.own.step()
+        self.own.zero_grad()
+class Scaled(Net):
+    scale = 1.
+    def forward(self, x, gain=1.): return super().forward(x, self.scale)
+
+def test_what_was_computed_before_the_batch_keeps_its_gradients():
+    "In the 16th step, too; these batches do not run again"
+    a,b = [fit(make(Learner, to, Scaled, n=20*16, cbs=[Hyper()]), 1) for to in (Learner.to_fp32, Learner.to_bf16_dynamic)]
+    same_training(a, b)
+    assert b.hyper.seen==pytest.approx(a.hyper.seen, rel=5e-2, abs=1e-3)
+
 def test_an_exception_that_only_a_look_meets_comes_through():
     calls = World()
     def loss(p, y):
