@@ -889,7 +889,7 @@ def test_what_has_gradients_beside_the_model(cb, learned):
     same_training(a, b)
     of_a,of_b = [next(learned(o) for o in learn.cbs if isinstance(o, cb)) for learn in (a,b)]
     assert {0,5}<=set(ran_again(b)) and of_a.shape==of_b.shape
-    torch.testing.assert_close(of_b.detach(), of_a.detach(), rtol=3e-2, atol=1e-4)
+    torch.testing.assert_close(of_b.detach(), of_a.detach(), rtol=3e-2, atol=1e-3) # fp16 has 11 bits
 
 def test_the_loss_is_itself_but_in_the_backward_pass():
     class See(Callback):
