@@ -842,6 +842,20 @@ def test_a_step_of_the_learners_own_is_judged_by_what_it_leaves():
     same_training(a, b)
     assert max(b.mixed_precision.history.grad_norm)<=0.0101
 
+@pytest.mark.parametrize('event', ['before_step','after_backward'])
+def test_what_is_written_to_weights_before_a_step_is_written_once(event):
+    "Also where fp32 is asked first, after a batch that no precision could use"
+    class Bad(Callback):
+        def before_batch(self):
+            if self.training and self.iter==2: self.learn.xb = self.x*math.nan,
+    def net(): return nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,1))
+    learn = make(Learner, Learner.to_fp16_dynamic, net, n=160, opt_func=SGD, cbs=[Bad(), Outlier(5), Halves(event)])
+    before = weights(learn)
+    fit(learn, 1, 1e-6)
+    assert ran_again(learn)==[2,5] and learn.mixed_precision.n_skipped==1
+    for p,q in zip(before, weights(learn)):
+        if p.ndim==2: assert (q.norm()/p.norm()).log2().item()==pytest.approx(-10, abs=0.01)
+
 def test_nobody_gets_infinite_gradients_of_a_step_that_will_be_skipped():
     learn = fit(make(Learner, partial(Learner.to_fp16_dynamic, init_scale=2.**24, rerun=False), cbs=[SAMAfterBackward()]), 1)
     assert learn.mixed_precision.n_skipped and all(p.isfinite().all() for p in weights(learn))
