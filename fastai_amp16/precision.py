@@ -106,9 +106,7 @@ class StandIn:
         return MethodType(type(self.module).forward, self.module) if self.first else type(self.module).forward
     def __getattr__(self, k): return getattr(self.__wrapped__, k)
     def __reduce__(self): # the copy of `module` has no attributes yet
-        return (getattr, (self.module, 'forward')) if self.own is None else (_itself, (self.own,))
-
-def _itself(o): return o
+        return (getattr, (self.module, 'forward')) if self.own is None else (noop, (self.own,))
 
 def own_forward(
     m:nn.Module # Perhaps with stand-ins
@@ -248,6 +246,8 @@ def _half_names(m):
     return ()
 
 # %% ../nbs/02_precision.ipynb #e15e041a
+def _ops(code): return [(i.opname,i.argval) for i in dis.get_instructions(code)]
+
 def _reached(f, cls, seen):
     "The code of `f`, and of what it calls by name: methods of `cls`, functions of its module and around it"
     code = getattr(f, '__code__', None)
@@ -255,7 +255,7 @@ def _reached(f, cls, seen):
     seen.add(code)
     inner = [FunctionType(c, f.__globals__, closure=tuple(map(CellType, range(len(c.co_freevars))))) for c in code.co_consts
              if isinstance(c, CodeType)]
-    ops = [(i.opname,i.argval) for i in dis.get_instructions(code)]
+    ops = _ops(code)
     methods = {n for op,n in ops if op in ('LOAD_ATTR','LOAD_METHOD','LOAD_SUPER_ATTR')}
     named = [*(vars(c).get(n) for c in cls.__mro__ for n in methods), *(f.__globals__.get(n) for op,n in ops if op=='LOAD_GLOBAL')]
     for g in (*inner, *named, *(c.cell_contents for c in f.__closure__ or () if c!=CellType())):
@@ -271,7 +271,7 @@ def writes_weights(
     def in_place(n): return isinstance(n, str) and n.endswith('_') and not n.endswith('__')
     def by_data(code):
         "Does it write to what is behind a `.data`: by name, by index, or by a method in place?"
-        ops = [(i.opname,i.argval) for i in dis.get_instructions(code)]
+        ops = _ops(code)
         after = [following for (op,n),following in zip(ops, ops[1:]) if op=='LOAD_ATTR' and n=='data']
         kept = any(op.startswith('STORE_FAST') for op,_ in after) and any(in_place(n) for n in code.co_names)
         by_index = after and any(op=='STORE_SUBSCR' for op,_ in ops)

@@ -472,9 +472,7 @@ class _Again:
         self.last = self.last[1]
         return self.last[0]
     def __getattr__(self, k): return getattr(self.it, k)
-    def __reduce__(self): return _itself,(self.it,)
-
-def _itself(o): return o
+    def __reduce__(self): return noop,(self.it,)
 
 _values = (int,float,complex,str,bytes,type(None),np.generic,Tensor,tuple,FunctionType,BuiltinFunctionType,partial,*_in_place)
 
