@@ -1,13 +1,16 @@
-"What being able to run a batch again costs a healthy fit, what a look at its predictions costs, and a report; all in training steps"
-import argparse,json,statistics,time,warnings
+"What a look at predictions, a report and healing cost: in training steps by depth, afterwards, and in memory"
+import argparse,json,math,statistics,subprocess,sys,time,warnings
 from pathlib import Path
 import torch
+import torch.nn.functional as F
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,nn,set_seed
     from fastai_amp16.all import AdamW16
+    from fastai_amp16.precision import PrecisionPlan
 from machine import machine
-from timing import quartiles
+from memory import peak
+from timing import Batches,by_fastai,interleaved,quartiles,ratio
 
 look = 15 # the step, from 0, in which predictions are compared with those of fp32; then every 256th
 
@@ -51,15 +54,194 @@ def measure(args, rounds):
     return dict(ms_per_step=1e3*statistics.median(steps), fit_with_over_without=statistics.median(able)/statistics.median(unable),
                 look_in_steps=quartiles(looks), report_in_steps=quartiles(reports))
 
+# %% healing
+class Attention(nn.Module):
+    "One head, whose scores are multiplied by `gain`, and divided by it again"
+    def __init__(self, d, gain):
+        super().__init__()
+        self.q,self.k,self.v,self.o = [nn.Linear(d, d) for _ in range(4)]
+        self.gain = gain
+    def forward(self, x):
+        scores = self.q(x)@self.k(x).transpose(-2,-1)*self.gain
+        return self.o((scores/self.gain/x.shape[-1]**.5).softmax(-1)@self.v(x))
+
+class Block(nn.Module):
+    "Of a transformer; with a fault, numbers beyond 65504 come and go, which fp32 does not mind"
+    def __init__(self, d, fault):
+        super().__init__()
+        self.norm1,self.norm2,self.attn = nn.LayerNorm(d),nn.LayerNorm(d),Attention(d, 1e6 if fault=='scores' else 1.)
+        self.fc1,self.fc2,self.fault = nn.Linear(d, 2*d),nn.Linear(2*d, d),fault
+        if fault=='linear': self.fc1.weight.data *= 1e6
+    def forward(self, x):
+        x = x+self.attn(self.norm1(x))
+        h = self.fc1(self.norm2(x))
+        if self.fault=='linear': h = h*1e-6
+        if self.fault=='product': h = h*3e5*3e5*1e-11
+        return x+self.fc2(F.gelu(h))
+
+class Transformer(nn.Module):
+    "`n` blocks, of which those in `at` have the fault"
+    def __init__(self, n, fault, at, d):
+        super().__init__()
+        self.inp,self.head = nn.Linear(8, d),nn.Linear(d, 4)
+        self.blocks = nn.Sequential(*[Block(d, fault if i in at else None) for i in range(n)])
+    def forward(self, x): return self.head(self.blocks(self.inp(x)).mean(1))
+
+kinds = dict(scores="attention scores in own code", linear="output of a linear layer", product="product in own code")
+
+def transformer(n, fault=None, at=(), steps=7, bs=8, tokens=16, d=32):
+    set_seed(0)
+    batches = Batches([(torch.randn(bs, tokens, 8), torch.randint(4, (bs,))) for _ in range(steps)])
+    dls = DataLoaders(batches, [], device=torch.device('cpu'))
+    return Learner(dls, Transformer(n, fault, at, d), nn.CrossEntropyLoss(), AdamW16, lr=1e-4),batches
+
+def quietly(learn):
+    with warnings.catch_warnings(), learn.no_bar(), learn.no_logging():
+        warnings.simplefilter('ignore') # of what is healed
+        learn.fit(1)
+
+def in_half(learn):
+    "How many linear layers are left in half precision, and of how many"
+    linear,fp32 = [m for m in learn.model.modules() if isinstance(m, nn.Linear)],learn.mixed_precision.keeps()
+    plan = PrecisionPlan(learn.model, torch.float16, fp32)
+    return sum(m not in plan.in_fp32 for m in linear),len(linear)
+
+def heal(n, fault, at):
+    "Passes and pause, in ordinary steps, of the first step of a fit, whose batch has the fault; what came of it"
+    learn,batches = transformer(n, fault, at)
+    passes = []
+    learn.model.inp.register_forward_hook(lambda *_: passes.append(1))
+    quietly(learn.to_fp16_dynamic())
+    mp,step = learn.mixed_precision,statistics.median(batches.steps())
+    if mp.n_skipped or not mp.promoted: raise RuntimeError('nothing was healed')
+    half,layers = in_half(learn)
+    return dict(passes=len(passes)-len(batches), pause=(batches.times[1]-batches.times[0])/step, ms_per_step=1e3*step,
+                promoted=len(mp.promoted), in_half=half, layers=layers)
+
+def goals(n):
+    "Passes, and steps of a pause, for `n` blocks"
+    return 12+6*math.log2(n),60 if n<=48 else 80
+
+def by_depth(depths, fits):
+    "A row for each fault in the middle block, and in all; the deepest model runs once"
+    rows = []
+    for n in depths:
+        for fault in kinds:
+            for at in ([n//2],range(n)):
+                runs = [heal(n, fault, at) for _ in range(fits if n<=48 else 1)]
+                medians = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
+                rows.append(dict(blocks=n, fault=fault, faulty=len(at), **medians))
+                print(rows[-1], flush=True)
+    return rows
+
+# %% after it
+size = dict(steps=5, bs=16, tokens=64, d=64)
+
+def contender(name, blocks):
+    "A fit of the transformer in `fp32`, in `fp16` without the fault, or `healed`, from its first fit on"
+    learn,batches = transformer(blocks, *(('scores',range(blocks)) if name=='healed' else ()), **size)
+    return (learn if name=='fp32' else learn.to_fp16_dynamic()),batches
+
+def afterwards(blocks, rounds):
+    "By turns: fits of a model that was healed, of the same in fp32, and without the fault in fp16"
+    fits = {k: contender(k, blocks) for k in ('healed','fp32','fp16')}
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        times = interleaved({k: by_fastai(*o) for k,o in fits.items()}, rounds) # the first round, which heals, does not count
+    learn = fits['healed'][0]
+    half,layers = in_half(learn)
+    added = {k: added_by(k, blocks, learn.mixed_precision.promoted) for k in fits}
+    return dict(blocks=blocks, in_half=half, layers=layers, ms={k: 1e3*statistics.median(v) for k,v in times.items()},
+                over={k: ratio(times['healed'], times[k]) for k in ('fp32','fp16')}, added=added)
+
+# %% memory
+class Squares(nn.Module):
+    "A layer whose own code takes squares, and makes their mean 1: three activations of the size of its input"
+    def __init__(self, d):
+        super().__init__()
+        self.fc,self.act = nn.Linear(d, d),nn.ReLU()
+    def forward(self, x):
+        x = self.act(self.fc(x))
+        x = x*x
+        return x/(x.mean(1, keepdim=True)+1e-4)
+
+def large(faulty, samples, d=64, blocks=4):
+    "A learner with three activations a block of `samples`×`d` numbers; with `faulty`, its second batch overflows in the first block"
+    set_seed(0)
+    x,y = torch.randn(samples, d),torch.randint(10, (samples,))
+    batches = Batches([(x*1000 if faulty and i==1 else x, y) for i in range(4)])
+    model = nn.Sequential(*[Squares(d) for _ in range(blocks)], nn.Linear(d, 10))
+    return Learner(DataLoaders(batches, [], device=torch.device('cpu')), model, nn.CrossEntropyLoss(), AdamW16, lr=1e-4)
+
+def added(job, n, promoted=()):
+    "Peak of this process before a fit, and after it, in bytes; of large activations or, with `healed`, `fp32` and `fp16`, of transformers"
+    if job in ('healed','fp32','fp16'):
+        learn,_ = contender(job, n)
+        if job=='healed': learn.to_fp16_dynamic(keep_fp32=list(promoted))
+    else:
+        learn = large(job=='diagnosis', n)
+        if job!='fit in fp32': learn.to_fp16_dynamic()
+    before = peak()
+    quietly(learn)
+    if job=='report': learn.diagnose_fp16()
+    if job=='diagnosis' and not learn.mixed_precision.promoted: raise RuntimeError('nothing was healed')
+    return before,peak()
+
+def added_by(job, n, promoted=()):
+    "The same in a process of its own, which is given what stays in fp32"
+    args = ['--job', job, '--size', str(n), '--keep', *promoted]
+    out = subprocess.run([sys.executable, '-W', 'ignore', __file__, *args], check=True, capture_output=True, text=True).stdout
+    return json.loads(out.splitlines()[-1])
+
+jobs = 'fit','fit in fp32','diagnosis','report'
+
+def by_job(samples):
+    "Bytes before and at the peak, by job"
+    return {k: added_by(k, samples) for k in jobs}
+
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name,default in dict(depth=50, width=64, steps=150, bs=32, rounds=31).items(): p.add_argument('--'+name, type=int, default=default)
+    for name,default in dict(depth=50, width=64, steps=150, bs=32, rounds=15).items(): p.add_argument('--'+name, type=int, default=default)
+    p.add_argument('--blocks', type=int, nargs='+', default=[12,24,48,96], help='of transformers that are healed')
+    p.add_argument('--fits', type=int, default=3, help='of each of these with at most 48 blocks')
+    p.add_argument('--after', type=int, default=8, help='blocks of the transformer that is timed after healing')
+    p.add_argument('--samples', type=int, default=2**16, help='of 64 numbers each, in a batch whose diagnosis is weighed')
+    p.add_argument('--job', help='print the memory of this one only')
+    p.add_argument('--size', type=int, help='its samples or blocks')
+    p.add_argument('--keep', nargs='*', default=[], help='what it keeps in fp32')
     p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
     a = p.parse_args(args)
     torch.set_num_threads(1)
-    sizes = {k: v for k,v in vars(a).items() if k!='out'}
-    res = dict(machine=machine(), **sizes, **measure((a.depth, a.width, a.steps, a.bs), a.rounds))
+    if a.job: return print(json.dumps(added(a.job, a.size, a.keep)))
+    sizes = {k: getattr(a, k) for k in ('depth','width','steps','bs','rounds','fits','samples')}
+    res = dict(machine=machine(), **sizes, **measure((a.depth, a.width, a.steps, a.bs), a.rounds),
+               by_depth=by_depth(a.blocks, a.fits), afterwards=afterwards(a.after, min(a.rounds, 7)), memory=by_job(a.samples))
     print(json.dumps(res, indent=1))
     a.out.write_text(json.dumps(res, indent=1)+'\n')
+
+# %% tables
+def _table(head, rows):
+    def line(cells): return '| '+' | '.join(map(str, cells))+' |'
+    return '\n'.join([line(head), line(['---',*['--:']*(len(head)-1)]), *map(line, rows)])
+
+def _met(x, goal, digits=0): return f'{x:.{digits}f}' if x<=goal else f'**{x:.{digits}f}**'
+
+def depth_table(rows):
+    "Markdown: what healing costs; in bold what misses its goal"
+    def cells(r):
+        passes,pause = goals(r['blocks'])
+        return [kinds[r['fault']], r['blocks'], r['faulty'], _met(r['passes'], passes), f'{passes:.0f}', _met(r['pause'], pause), pause,
+                r['promoted'], f"{100*r['in_half']/r['layers']:.0f} %"]
+    head = 'beyond 65504', 'blocks', 'at fault', 'passes', 'goal', 'pause, steps', 'goal', 'promoted', 'layers in half'
+    return _table(head, map(cells, rows))
+
+def memory_table(res):
+    "Markdown: peaks, and their ratios to those of healthy fits"
+    def cells(k):
+        before,top = res[k]
+        over = [f'{top/res[o][1]:.2f}' for o in jobs[:2]]
+        over += [f'{(top-before)/(res[o][1]-res[o][0]):.2f}' for o in jobs[:2]]
+        return [k, f'{top/2**20:.0f}', f'{(top-before)/2**20:.0f}', *over]
+    return _table(['', 'peak, MiB', 'added', 'peak over fit', 'over fp32', 'added over fit', 'over fp32'], map(cells, jobs))
 
 if __name__=='__main__': main()

@@ -1,7 +1,8 @@
 "benchmarks/README.md, from the JSON files that the scripts wrote: every number in it is one of theirs"
 import json
 from pathlib import Path
-import accumulation,bf16_cpu,compatibility,convergence,fp16_cpu,gpu,libraries,memory,scale_policy,short_fits,step_cost
+import accumulation,bf16_cpu,compatibility,convergence,diagnosis,doctor,fp16_cpu,gpu,libraries,memory,published
+import scale_policy,short_fits,step_cost
 
 here = Path(__file__).parent
 def read(name): return json.loads((here/f'{name}.json').read_text())
@@ -17,8 +18,10 @@ scripts = {
     'scale_policy': 'policies of loss scaling, replayed (`--record`: recorded anew)',
     'convergence': 'where trainings end, next to fp32',
     'scaling': 'how the cost grows with the number of tensors and with their size',
-    'diagnosis': 'what reports cost, and being able to run batches again',
+    'diagnosis': 'what reports, healing and being able to run batches again cost',
+    'doctor': 'what `fp16_doctor` says of healthy and of hostile models, and how many steps it takes',
     'compatibility': "which cells of fastai's own notebooks pass, as they are and with each learner in half precision",
+    'published': 'published failures in fp16, rebuilt with the code of transformers and timm (which it needs)',
     'libraries': 'flows of tsai and fastxtend, as they are and in half precision',
     'survival': 'what trainings and events are survived: the table of the [README](../README.md#what-survives)'}
 
@@ -100,13 +103,57 @@ on a GPU fastai's `Recorder` copies the loss besides, once a batch, in all rows 
 def _diagnosis():
     res = read('diagnosis')
     look,report = [f'{q[1]:.2g} ({q[0]:.2g} to {q[2]:.2g})' for q in (res['look_in_steps'],res['report_in_steps'])]
+    after,over,rows = res['afterwards'],res['afterwards']['over'],res['by_depth']
+    def times(k): return f'{over[k][1]:.2f} ({over[k][0]:.2f} to {over[k][2]:.2f})'
+    def weight(k): return (after['added']['healed'][1]-after['added']['healed'][0])/(after['added'][k][1]-after['added'][k][0])
+    met = [sum(r[k]<=diagnosis.goals(r['blocks'])[i] for r in rows) for i,k in enumerate(('passes','pause'))]
     return f"""## What a look and a report cost
 
 {res['machine']}, {res['rounds']} rounds. {res['depth']} linear layers of {res['width']} numbers, {res['steps']} steps of
 {res['ms_per_step']:.1f} ms at batch size {res['bs']}. A fit that could run batches again, and does not have to, takes
 {res['fit_with_over_without']:.3f} times as long as one under `rerun=False`, the looks at its
 predictions included. Such a look (does fp32 predict the same?) takes
-{look} steps, a whole report with a row for each module {report}."""
+{look} steps, a whole report with a row for each module {report}.
+
+## What healing costs
+
+Transformers of small blocks, each with six linear layers, whose first batch gives numbers beyond 65504 in the middle block or in all.
+Passes are forward passes of the step that heals, less the one that any step has; its pause is its time in ordinary steps of the
+same fit. Medians of {res['fits']} fits, and one fit of 96 blocks. The machine was busy with other work meanwhile. The goals are
+12+6·log2(blocks) passes, and 60 steps, 80 at 96 blocks; in bold what misses them. {met[0]} of {len(rows)} meet the
+first, {met[1]} the second.
+
+{diagnosis.depth_table(rows)}
+
+Afterwards, with attention scores beyond 65504 in all of {after['blocks']} blocks, {after['in_half']} of {after['layers']} linear layers
+compute in half precision. A step takes {times('fp32')} of the time of one in fp32, and {times('fp16')} of that
+without the fault in fp16: PyTorch has no fast kernels for fp16 on a CPU. A fit that starts with the same in fp32 adds
+{weight('fp32'):.2f} times as much to the peak of its process as one in fp32 does, and {weight('fp16'):.2f} times as much as one without
+the fault in fp16.
+
+Memory, each in a process of its own, with the ordinary allocator: four steps of four blocks (a linear layer, a ReLU, and squares in own
+code) whose activations have {res['samples']*64*4/2**20:.0f} MiB each in fp32, half of that in fp16. The diagnosis is of a batch that
+overflows in the first block, and heals it; the report is `learn.diagnose_fp16()` after a fit. Peaks are those of the whole process, for
+which the goal is 1.5 times that of a fit in fp16; "added" is without what the process had before the fit (torch, fastai and the data).
+Diagnosis and report run the batch in fp32 as well, whose activations take twice as much.
+
+{diagnosis.memory_table(res['memory'])}"""
+
+def _doctor():
+    res = read('doctor')
+    versions = ', '.join(f'{k} {v}' for k,v in res['libraries'].items())
+    return f"""## What the doctor says before training
+
+{res['machine']}; {versions}. `fp16_doctor` on one batch of noise, of architectures with fresh weights, by the worst that it finds in the
+model; what it says of optimizer and device does not count. Hostile are the trainings of [hostile.py](hostile.py), some hazards in a few
+lines, and architectures that fp16 cannot do: DeBERTa's mask raises, LongT5's adds -1e10, and torchvision's Swin v2 divides by the norm of
+padding where its windows do not fit.
+
+{doctor.table(res)}
+
+{doctor.alarms(res)} (`rms` is kept in fp32 by its name, and `tiny_loss` needs a loss scale, which it has.)
+
+Its time in steps of a fit in fp16, after a first call: {doctor.times(res)}."""
 
 def _gpu():
     found = "There is no result yet: no GPU was at hand. What the script does is tested with toys on a CPU."
@@ -199,6 +246,28 @@ twenty would be).
 
 {convergence.table(res)}"""
 
+def _published():
+    res = read('published')
+    versions = ', '.join(f'{k} {v}' for k,v in res['libraries'].items())
+    return f"""## Published failures
+
+{published.claim(res['rows'])}.
+
+{res['machine']}, {versions}. Failures in fp16 that people have reported, rebuilt with the libraries' own code in
+tiny models with random weights. Before step {published.at+1} of {res['steps']}, weights become such that the numbers of the report occur
+in the module that it names; the masks of LongT5 and DeBERTa are too much for fp16 from the first step. The reports on LongT5's loss and
+on mDeBERTa name no module: their place is where the code overflows. transformers has no VAE of Stable Diffusion: the decoder of Janus,
+which has the same blocks, stands for it. Two reports are not on timm's models: that on `F.normalize`, which XCiT calls, and that on
+MAGE's ViT-L. timm computes EfficientViT's attention in fp32 since that report, which is undone here.
+
+"Autocast and `GradScaler`" is a loop by PyTorch's recipe. To end where fp32 ends is to skip no step, and to have a validation loss within
+{100*res['near']:g} % of that of the same fit in fp32. A fault is named if a report has the module and the operation that were published;
+[published.py](published.py) has what counts as such. Layers are linear layers and convolutions; "could" counts those that would compute
+in half precision if of a module only its own code stayed in fp32. "None to spare": with any module less in fp32 the batch fails again.
+A pause is the time of the step that found it all out, in ordinary steps of the same fit, as the median of three fits.
+
+{published.table(res)}"""
+
 # %% programs
 def _programs():
     res,theirs = read('compatibility'),read('libraries')
@@ -226,7 +295,7 @@ moved since, and run with these put back.
 
 {libraries.failing(theirs)}""".rstrip()
 
-sections = _intro,_short,_ends,_programs,_steps,_diagnosis,_gpu,_bf16,_fp16,_memory,_accumulated,_policies,_growth
+sections = _intro,_short,_ends,_published,_programs,_steps,_diagnosis,_doctor,_gpu,_bf16,_fp16,_memory,_accumulated,_policies,_growth
 def make(): return '\n\n'.join(o() for o in sections)+'\n'
 
 if __name__=='__main__': (here/'README.md').write_text(make())

@@ -143,8 +143,9 @@ def prepared(self:Attempts,
     "The next attempt, after one that was left: a function that makes it"
     making,(what,scale) = self.making,self.next
     record = making.record
-    if what is Next.diagnose: attempt = self.examine(f)
-    else: attempt = Attempt(self.plan, scale) if what is Next.again else Attempt(None)
+    if what is Next.diagnose: what,scale = self.examine(f)
+    record.fp32_counts = what is Next.fp32
+    attempt = Attempt(self.plan, scale) if what is Next.again else Attempt(None, self.scaler.get_scale())
     record.in_fp32,record.reruns = attempt.plan is None,record.reruns+1
     making.bad = making.outcome = making.what = None
     self.ranks.forget()
@@ -243,7 +244,7 @@ def judge_results(self:Attempts,
     ts = [t.detach().coalesce().values() if t.is_sparse else t.detach() for t in ts]
     bad = ~torch.stack([t.isfinite().all().to(device) for t in ts]).all() if ts else torch.tensor(raised, device=device)
     bad = self.ranks.read([bad.float()])[0]
-    if not bad and not record.in_fp32: return True
+    if not bad and (record.fp32_counts or not record.in_fp32): return True
     what = self.decide(Outcome.broken if bad else Outcome.fine)
     if what is not Next.skip: return False
     self.log.vain += 1

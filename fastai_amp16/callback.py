@@ -331,16 +331,10 @@ def _skip(self:DynamicMixedPrecision, outcome, norm):
         s.update(found_inf=True) # as a scaler does that skips
     elif record.lost or record.in_fp32 or record.asks_first: self.log.vain += 1
     if not record.possible and self.rerun:
-        self._say_once('A step was skipped: its batch overflowed and could not run again, since weights or inputs were written within '
-                       'it, or too many batches were accumulated.')
+        self.say_once('A step was skipped: its batch overflowed and could not run again, since weights or inputs were written within '
+                      'it, or too many batches were accumulated.')
     self._end_if_lost(record)
     raise CancelStepException()
-
-@patch
-def _say_once(self:DynamicMixedPrecision, text):
-    if text in self.said: return
-    self.said.add(text)
-    warn(text)
 
 @patch
 def _end_if_lost(self:DynamicMixedPrecision, record):

@@ -16,8 +16,8 @@ from fastai.callback.channelslast import ChannelsLast
 from .nested import half_types,tensors
 from .precision import convs,unwrap
 from .report import as_html,colors,listed,styler
-from .rerun import Attempt,loss_name
-from .diagnose import diagnose,heal,is_bad
+from .rerun import loss_name
+from .diagnose import diagnose,is_bad
 from .callback import emulates_bf16
 from .learner import looking,running,training_case
 
@@ -100,9 +100,9 @@ _same = {*_casts, *"""view reshape flatten unflatten squeeze unsqueeze transpose
     expand_as float getitem as_subclass alias chunk split unbind narrow dropout""".split()}
 
 class _Node:
-    "An operation in the traced batch; without a `frame`, a tensor from elsewhere"
-    def __init__(self, shape, frame=None, ins=(), args=(), kwargs=None):
-        self.shape,self.frame,self.ins,self.outs = shape,frame,list(ins),[]
+    "An operation in the traced batch; without a `frame`, a tensor from elsewhere. `least` is how near its numbers come to 0"
+    def __init__(self, shape, frame=None, ins=(), args=(), kwargs=None, least=math.inf):
+        self.shape,self.frame,self.ins,self.outs,self.least = shape,frame,list(ins),[],least
         self.op,self.module = (frame.op,frame.name) if frame else ('',None)
         flat = [v for o in (*args,*(kwargs or {}).values()) for v in (o if isinstance(o, (tuple,list)) else [o])]
         self.nums = [o for o in flat if isinstance(o, (int,float)) and not isinstance(o, bool)]
@@ -122,6 +122,19 @@ class _Node:
             seen.update(dict.fromkeys(now))
         return list(seen)
 
+# what may be a divisor, or what a logarithm is taken of
+_measured = set("""add radd iadd clamp clamp_min maximum mean sum var std var_mean std_mean exp sigmoid softmax""".split())
+
+def _least(op, args, kwargs, out):
+    "How near the numbers come to 0 that `op` gives, or the norms that it divides by"
+    if op=='normalize': norms = [args[0].detach().norm(kwargs.get('p', 2.), kwargs.get('dim', 1))]
+    elif op=='cosine_similarity':
+        dim = kwargs.get('dim', next((o for o in args[2:] if type(o) is int), 1))
+        norms = [o.detach().norm(dim=dim) for o in args[:2]]
+    elif op in _measured: norms = [o.detach() for o in out[:1] if o.is_floating_point() and o.layout==torch.strided]
+    else: norms = []
+    return min((o.abs().amin() for o in norms if o.numel()), default=math.inf)
+
 class _Trace:
     "All operations of a batch, in order"
     def __init__(self): self.nodes,self.known = [],{}
@@ -134,28 +147,41 @@ class _Trace:
     def __call__(self, frame, args, kwargs, res):
         with torch._C.DisableTorchFunction():
             outs = list(tensors(res))
-            self.nodes.append(_Node(outs[0].shape if outs else torch.Size(), frame, map(self.node, tensors((args,kwargs))), args, kwargs))
+            least = _least(frame.op, args, kwargs, outs) if frame.outs else math.inf # not of what cannot be looked at
+            ins = map(self.node, tensors((args,kwargs)))
+            self.nodes.append(_Node(outs[0].shape if outs else torch.Size(), frame, ins, args, kwargs, least))
             self.known.update((id(t), (ref(t),self.nodes[-1])) for t in outs)
 
 # %% ../nbs/18_doctor.ipynb #7cc086f3
 _largest = torch.finfo(torch.float32).max
+_enough = 6 # bits of room that make a hazard unlikely
 
 class _Exam:
     "What the checks look at: the operations of a batch, and what half precision makes of them"
     def __init__(self, case, device):
         self.case,self.device,self.dtype,self.model,self.learn = case,device,case.dtype,case.model,case.learn
-        self.kind,self.max = case.kind,torch.finfo(case.dtype).max
+        self.kind,self.finfo = case.kind,torch.finfo(case.dtype)
+        self.max,self.smallest = self.finfo.max,self.finfo.tiny*self.finfo.eps
         self.modules = dict(case.model.named_modules())
         self.plan = case.plan
         trace = _Trace()
-        run = case.batches.look(case.f, Attempt(backward=False), inside=lambda n: True, note=trace)
-        if run.error is not None: raise run.error # it is not precision
-        self.report,self.nodes,self.half,self.found = diagnose(case, inside=lambda n: True),trace.nodes,case.half,[]
+        self.report,self.nodes,self.half,self.found = diagnose(case, trace),trace.nodes,case.half,[]
 
     def seen(self, n): return self.half.seen.get((*n.frame.call,'out',0)) if self.half and n.frame else None
     def is_half(self, *nodes):
         "Does one of them compute in half precision? Where the run did not come so far: would its module?"
         return any(s.half if (s:=self.seen(n)) else self.modules.get(n.module) not in {None,*self.plan.in_fp32} for n in nodes if n.frame)
+    def room(self, *nodes, most=0., least=math.inf):
+        """How many bits of room half precision has in this batch, where `nodes` ran: up to its largest number, from theirs, those of their
+        gradients and `most`, which they hold on the way; and down to its smallest, from the `least` that must not become 0"""
+        seen = [s for n in nodes if n.frame for s in (*n.frame.ins,*n.frame.outs)]
+        # a loss scale that can move goes down, as far as to 1 without harm
+        scale = self.case.scale/min(self.case.scale, 1.) if self.case.min_scale is not None else 1.
+        tops = [most, *(s.value[1] for s in seen if s.value), *(s.grad[1]/scale for s in seen if s.grad)]
+        top = max(t for t in tops if t<_largest) # `torch.finfo(x.dtype).min` will be another
+        up = math.log2(self.max/top) if top>0 else math.inf
+        least = float(least)
+        return min(up, math.log2(least/self.smallest) if least>0 else -math.inf)
     def overflows(self, n):
         "Are there numbers in what `n` gives that only half precision makes infinite?"
         if not self.seen(n): return self.max<n.top<_largest # `torch.finfo(x.dtype).max` will be another
@@ -214,9 +240,12 @@ def _small_constants(e):
         else: continue
         if n.module not in e.modules or not e.rounds_to_0(eps) or not e.is_half(n): continue
         attr = next((k for k,v in vars(e.modules[n.module]).items() if type(v) is float and v==eps), None)
-        fix = f"{e.code(n.module)}.{attr} = 1e-4\n# or " if attr else f'# in its code: 1e-4 in place of {eps:g}; or\n'
-        fact = f"`{n.op}` with an eps of {eps:g}, which is 0 in {e.kind}: where the numbers are 0 it protects nothing."
-        yield Finding('warning', n.module, fact, fix+'{keep}', e.own(n.module))
+        fix = f"{e.code(n.module)}.{attr} = 1e-4" if attr else f'# in its code: 1e-4 in place of {eps:g}'
+        fact = f"`{n.op}` with an eps of {eps:g}, which is 0 in {e.kind}"
+        if e.room(least=n.least)<_enough:
+            fact += ", and numbers of this batch are so near 0 that they need it."
+            yield Finding('warning', n.module, fact, fix+('\n# or ' if attr else '; or\n')+'{keep}', e.own(n.module))
+        else: yield Finding('info', n.module, fact+": no harm while nothing comes near 0, as in this batch.", fix)
 
 # %% ../nbs/18_doctor.ipynb #c5229177
 def _squashed(n):
@@ -238,9 +267,13 @@ def _losses(e):
             fix = f"swap_module(learn.model, nn.{kind}, nn.Identity)\n{loss}\n# or "
         else: fix = f"{loss}  # and no {p.op}\n# or "
         who = 'The loss function takes a' if in_loss else 'A'
-        if half:
+        near_1 = (1-p.top)*2*e.smallest/e.finfo.eps # by the same share of what half precision resolves there
+        if half and e.room(least=min(p.least, near_1))<_enough:
             fact = f"{who} logarithm of a {p.op} that {e.kind} has rounded: near 0 and 1 it has no gradient, or an infinite one."
             yield Finding('warning', p.module, fact, fix+'{keep}', e.own(p.module, n.module))
+        elif half:
+            fact = f"{who} logarithm of a {p.op}, which {e.kind} rounds to 0 or 1 once the network is sure: a loss of logits is exact."
+            yield Finding('info', p.module, fact, fix[:re.search(r'(; or\n|\n# or )$', fix).start()])
         else:
             fact = f"{who} logarithm of a {p.op}, which even fp32 rounds to 0 or 1 when the network is sure: a loss of logits is exact."
             yield Finding('info', None, fact, loss)
@@ -254,8 +287,11 @@ def _exps(e):
         if s.op!='exp' or s is n.ins[0].source and n.op=='log' or not e.is_half(s): continue
         if any(o.op in ('max','amax') for o in s.reach('ins', depth=4)): continue # it subtracts the largest
         name = 'logsumexp' if any(o.op=='sum' for o in n.reach('ins', depth=4)) else 'F.softplus'
-        yield Finding('warning', n.module, f"{name} written by hand: in {e.kind} `exp` is infinite from {math.log(e.max):.1f} on.",
-            f"# in its code: {'torch.'*(name=='logsumexp')}{name} in place of exp and log; or\n"+'{keep}', e.own(s.module, n.module))
+        fact = f"{name} written by hand: in {e.kind} `exp` is infinite from {math.log(e.max):.1f} on."
+        fix = f"# in its code: {'torch.'*(name=='logsumexp')}{name} in place of exp and log"
+        if e.room(s, n, least=n.ins[0].source.least if n.op=='log' else math.inf)<_enough:
+            yield Finding('warning', n.module, fact, fix+'; or\n{keep}', e.own(s.module, n.module))
+        else: yield Finding('info', n.module, fact, fix)
 
 # %% ../nbs/18_doctor.ipynb #e544c05e
 def _is_pool(n): return 'pool' in n.op or n.op=='mean'
@@ -273,6 +309,7 @@ def _gates(e):
     swap = gates and all(isinstance(e.modules[s.module], nn.Sigmoid) for _,s,_ in gates) and e.all_are(nn.Sigmoid, [s for _,s,_ in gates])
     fix = 'swap_module(learn.model, nn.Sigmoid, nn.Hardsigmoid)\n# or ' if swap else ''
     for n,s,squeeze in gates:
+        if e.room(n, s)>=_enough: continue
         block = {k for k,m in e.modules.items() if isinstance(m, (nn.Linear,*convs)) and k.startswith(n.module+'.')}
         name,keep = (n.module,[n.module]) if n.module and block<=squeeze else (s.module,[*e.own(n.module),*sorted(squeeze)])
         fact = f"A sigmoid gate for channels (Squeeze-and-Excitation) in {e.kind}: its gradient adds up all positions and may overflow."
@@ -283,16 +320,18 @@ def _gates(e):
 _after_moment = {'add','radd','iadd','sqrt','rsqrt','pow','reciprocal','rdiv','rtruediv','div','truediv','clamp','clamp_min','maximum'}
 
 def _moment(n):
-    "The variance or mean square from which `n` is computed, and the numbers of which it is that; `None` if there is none"
-    rooted = False
+    """The variance or mean square from which `n` is computed, and the numbers of which it is that; `None` if there is none. And what is
+    between it and its root: it is not 0 where an eps is added"""
+    rooted,between = False,[]
     while True:
         n = n.source
         rooted = rooted or n.op in ('sqrt','rsqrt','std','std_mean') or n.op=='pow' and not {0.5,-0.5}.isdisjoint(n.nums)
-        if n.op in ('var','std','var_mean','std_mean'): return (n,n.ins[0].source) if rooted else None
+        if rooted: between.append(n)
+        if n.op in ('var','std','var_mean','std_mean'): return (n,n.ins[0].source,between) if rooted else None
         if n.op in ('mean','sum'):
             m = n.ins[0].source
             square = m.op in ('square','mul') and len({i.source for i in m.ins})==1 or m.op=='pow' and 2 in m.nums
-            return (m,m.ins[0].source) if rooted and square else None
+            return (m,m.ins[0].source,between) if rooted and square else None
         ins = [i for i in n.ins if math.prod(i.shape)>1] or n.ins # eps may be a tensor
         if n.op not in _after_moment or len(ins)!=1: return
         n = ins[0]
@@ -307,7 +346,10 @@ def _norms(e):
             x,moment = x.source,_moment(by)
             if moment is None or not e.is_half(moment[0]): continue
             factors = [x, *(i.source for i in x.ins if x.op in ('mul','imul','multiply'))] # a gain may come first
-            if any(o is moment[1] or _centred(o)==_centred(moment[1]) for o in factors):
+            if not any(o is moment[1] or _centred(o)==_centred(moment[1]) for o in factors): continue
+            m,numbers,between = moment
+            least = max((o.least for o in between if o.least<math.inf), default=math.inf)
+            if e.room(m, *between, most=numbers.top**2 if m.op in ('var','var_mean') else 0., least=least)<_enough:
                 most = f"squares pass {e.max:g} from {e.max**0.5:.0f} on"
                 fact = f"A norm written by hand computes in {e.kind}: {most}, and small ones are 0."
                 yield Finding('warning', n.module, fact, '{keep}', e.own(n.module))
@@ -320,18 +362,13 @@ def _verdict(e):
     elif r.verdict not in ('healthy','scale'): # a scale that fits is found in the first step
         raised = any(o.severity=='error' for o in e.found)
         facts = dict.fromkeys(o.fact for o in e.found if o.keep)
-        def sound(but=None):
-            keep = [k for o in e.found if o.fact!=but for k in o.keep]
-            run = case.run(keep)
-            return case.sound(run) or any(case.sound(case.run(keep, s, modules=False)) for s in case.fitting(run))
+        def sound(but=None): return case.is_sound([k for o in e.found if o.fact!=but for k in o.keep], case.lowest)
         if facts and sound(): # what was found explains it
             guilty = [f for f in facts if not sound(f)] or facts
             for o in e.found:
                 if o.fact in guilty and not raised: o.severity = 'error'
             return
-        healed = heal(case)
-        keep = list(healed[0]) if healed else []
-        yield Finding('error', r.producer, r.sentence, '{keep}' if keep else '# '+r.remedy, keep)
+        yield Finding('error', r.producer, r.sentence, '{keep}' if r.promoted else '# '+r.remedy, r.promoted)
 
 @_check
 def _headroom(e):
@@ -340,11 +377,12 @@ def _headroom(e):
     for f in e.case.fp32.frames:
         m = e.modules.get(f.name)
         if m is None or f.name in named or (f.op is None and m._modules) or m in e.plan.in_fp32: continue
+        if f.op in _same-_casts: continue # a part of what nobody has written to yet, say
         for s in (*f.ins,*f.outs):
             half = e.half.seen.get(s.key)
             if not s.value or not half or not half.half: continue
             top = s.value[1] if is_bad(half.value, s.value) else half.value[1]
-            if top!=e.max: tops[f.name] = max(tops[f.name], top) # `torch.finfo(x.dtype).min` is meant
+            if top!=e.max and top<_largest: tops[f.name] = max(tops[f.name], top) # `torch.finfo(x.dtype).min` is meant
     tops = {n: t for n,t in sorted(tops.items(), key=lambda o: -o[1]) if t>e.max/2}
     if tops:
         n,top = next(iter(tops.items()))

@@ -332,4 +332,4 @@ def diagnose_fp16(self:Learner,
 
     What the batch raises in fp32 is raised; `ValueError` for a model without parameters, or with parameters in half precision."""
     if looking(self): return # a callback that asks for a report is part of it
-    with training_case(self, b) as case: return diagnose(case, inside=lambda n: True)
+    with training_case(self, b) as case: return diagnose(case)

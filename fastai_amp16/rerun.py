@@ -37,10 +37,16 @@ class Attempt:
     scaled:float = 1. # What the gradients are multiplied by now: `scale` within a backward pass, 1 outside
 
 # %% ../nbs/10_rerun.ipynb #a0f4f9c3
+_at_once = 2**18 # numbers: large temporary tensors, one after the other, leave holes in the memory of a CPU
+
 def _measure(t, dtype=None):
     "Of `t`: how many numbers are not finite, the largest, how many are not 0, and how many of all are 0 or subnormal in `dtype`"
     a = t.detach()
-    a = (a.coalesce().values() if a.is_sparse else a).abs()
+    if a.is_sparse: a = a.coalesce().values()
+    if a.numel()>_at_once and a.dim():
+        parts = [_measure(o, dtype) for o in (a.split(max(1, _at_once*len(a)//a.numel())) if len(a)>1 else a[0].split(_at_once))]
+        return [torch.stack(o).amax() if i==1 else torch.stack(o).sum() for i,o in enumerate(zip(*parts))]
+    a = a.abs()
     if a.dtype in half_types: a = a.float()
     finite = a.isfinite()
     a = torch.where(finite, a, 0)
@@ -58,6 +64,14 @@ _ours = {Attempt.__module__, *(o.__module__ for o in (Entry, PrecisionPlan, Mode
 _writes = {'bernoulli_','normal_','uniform_','random_','exponential_','fill_','zero_','copy_','__setitem__'}
 
 loss_name = 'the loss function.' # its name among those of modules, none of which ends with a dot
+
+def _has_numbers(t): return not (t.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(t))
+def _key(t): return id(t),0 if t.is_inference() else t._version
+def _is_plain(t): return _has_numbers(t) and t.layout==torch.strided and t.is_floating_point()
+
+def _finite(t):
+    "`t` with 0 for NaN and the largest number for infinity"
+    return t.nan_to_num(0.) if t.dtype in half_types else t.nan_to_num(0., 65504., -65504.)
 
 class Seen:
     "A tensor at one time: what was measured of it, and of its gradient when that came by"
@@ -80,45 +94,68 @@ class Frame:
 
 # %% ../nbs/10_rerun.ipynb #df685f87
 class Watch(TorchFunctionMode):
-    """Notes what goes in and out of the modules of `model`
+    """Notes what goes in and out of the modules of `model`, and of the operations in their code
 
-    `inside` picks modules by name whose operations are noted as well; `note` gets each of these."""
+    With a `reference`, numbers that are not finite and are there are made finite on their way into and out of a module, and in gradients:
+    so each module shows what it does by itself, and not what it was given."""
     def __init__(self,
         model:nn.Module, # The user's own, without wrappers
         dtype:torch.dtype=torch.float16, # The half precision that it is about
-        inside=None, # Names of the modules whose operations are frames of their own, as a predicate
         shares:bool=False, # Count which share of a gradient half precision flushes to zero?
+        reference:'Watch'=None, # The same batch in fp32
         note=noop # Gets each operation: its frame, arguments and result
     ):
         super().__init__()
         self.names = {m:n for n,m in model.named_modules()}
-        self.dtype,self.inside,self.shares,self.note = dtype,inside or (lambda n: False),shares,note
+        self.dtype,self.shares,self.note,self.mends = dtype,shares,note,reference is not None
+        # an infinity that fp32 has is meant
+        self.meant = {(*k[:2],*k[3:],what) for k,s in (reference.seen.items() if reference else ())
+                      for what in ('value','grad') if (m:=getattr(s, what)) and m[0]}
+        self.without_graph,self.again = set(),0 # modules in a checkpoint that had no graph yet; how many of these run again now
         self.frames,self.events,self.fired,self.stack,self.stats,self.known,self.seen,self.calls = [],[],[],[],[],{},{},Counter()
         self.handles = [] # of hooks, on modules and on tensors: parameters are among these
-        self.error,self.open,self.on,self.in_fp32,self.carried,self.finite,self.pred = None,None,False,set(),Counter(),False,None
+        self.scale,self.error,self.open,self.on,self.pred = 1.,None,None,False,None
+        self.in_fp32,self.carried,self.finite = set(),Counter(),False
 
     def __reduce__(self): return Watch, (nn.Identity(),) # a copy of a module has no part in it, and a hook that is off does no harm
 
     # modules
     def _enter(self, name, ins, op=None):
+        "A call begins; what it takes in"
         f = Frame(name, self.stack[-1] if self.stack else None, op)
         f.call = (name,op,self.calls[name,op])
         self.calls[name,op] += 1
         self.frames.append(f)
         self.stack.append(f)
         f.ins = self._look(f, 'in', ins)
+        return ins if op else self._mended(name, 'in', ins)
     def _leave(self, outs):
+        "It ends; what it gives"
         f = self.stack[-1]
         f.outs = self._look(f, 'out', outs) # before it goes: `look` may fail
         self.stack.pop()
+        return outs if f.op else self._mended(f.name, 'out', outs)
 
-    def _pre_hook(self, m, args):
-        if not self.on or in_backward(): return # what a checkpoint runs again was seen already
-        self._enter(self.names.get(m, loss_name), args)
+    def _pre_hook(self, m, args, kwargs):
+        if not self.on: return
+        name = self.names.get(m, loss_name)
+        if in_backward(): # a checkpoint; what it runs again was seen already where it had a graph
+            if name not in self.without_graph: return self._mended(name, 'in', (args,kwargs))
+            self.again += 1
+            if self.again==1: self.__enter__() # a backward pass is without it
+        elif not torch.is_grad_enabled(): self.without_graph.add(name)
+        ins = self._enter(name, (args,kwargs))
         params = [p for p in m._parameters.values() if p is not None and p.requires_grad and not is_lazy(p)]
         self.stack[-1].params = self._look(self.stack[-1], 'param', params)
+        return ins
     def _hook(self, m, args, out):
-        if self.on and self.stack and not in_backward(): self._leave(out)
+        if not self.on: return
+        if in_backward() and not self.again: return self._mended(self.names.get(m, loss_name), 'out', out)
+        if not self.stack: return
+        res = self._leave(out)
+        self.again -= in_backward()
+        if in_backward() and not self.again: self.__exit__(None, None, None)
+        return res
     def hooks(self,
         loss_func # Anything that can be called
     ):
@@ -126,23 +163,21 @@ class Watch(TorchFunctionMode):
         inside = [m for m in loss_func.modules()] if isinstance(loss_func, nn.Module) else []
         for m in (*self.names, *inside):
             if isinstance(m, torch.jit.ScriptModule): continue
-            self.handles += [m.register_forward_pre_hook(self._pre_hook), m.register_forward_hook(self._hook)]
+            self.handles += [m.register_forward_pre_hook(self._pre_hook, with_kwargs=True), m.register_forward_hook(self._hook)]
     def loss(self,
         loss_func, # Anything that can be called
         *args, **kwargs
     ):
         "The loss function, as a frame of its own"
         if not self.on: return loss_func(*args, **kwargs)
-        self._enter(loss_name, (args,kwargs))
-        res = loss_func(*args, **kwargs)
-        self._leave(res)
-        return res
+        args,kwargs = self._enter(loss_name, (args,kwargs))
+        return self._leave(loss_func(*args, **kwargs))
 
     # operations
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        f = self.stack[-1] if self.on and self.stack and not in_backward() else None
-        if f is None or f.op or not self.inside(f.name) or sys._getframe(1).f_globals.get('__name__') in _ours: return func(*args, **kwargs)
+        f = self.stack[-1] if self.on and self.stack and (self.again or not in_backward()) else None
+        if f is None or f.op or sys._getframe(1).f_globals.get('__name__') in _ours: return func(*args, **kwargs)
         name = func.__name__.strip('_')
         if name in ('get','set','detach','requires_grad','backward') or 'empty' in name or 'resize' in name: return func(*args, **kwargs)
         read = args[func.__name__ in _writes:]
@@ -155,17 +190,15 @@ class Watch(TorchFunctionMode):
 
     # tensors
     def _look(self, frame, where, o):
-        def is_plain(t): return not (t.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(t))
-        with torch._C.DisableTorchFunction(), torch.no_grad(): ts = [(i,t) for i,t in enumerate(tensors(o)) if is_plain(t)]
+        with torch._C.DisableTorchFunction(), torch.no_grad(): ts = [(i,t) for i,t in enumerate(tensors(o)) if _has_numbers(t)]
         res = []
         for i,t in ts:
-            old,seen = self.known.get((id(t), t._version if not t.is_inference() else 0), (None,None))
+            old,seen = self.known.get(_key(t), (None,None))
             if old is None or old() is not t:
                 seen = Seen((*frame.call,where,i), t.dtype in half_types, t.numel())
                 # parameters were looked at before, but half-precision copies of them were not
                 seen.value = self._measure(t) if where!='param' or seen.half else range(0)
-                with torch._C.DisableTorchFunction():
-                    self.known[id(t), t._version if not t.is_inference() else 0] = ref(t),seen
+                with torch._C.DisableTorchFunction(): self.known[_key(t)] = ref(t),seen
             # what a reentrant checkpoint gives was seen inside it, where it had no graph
             if not seen.hooked and t.requires_grad and torch.is_grad_enabled():
                 seen.hooked = True
@@ -178,6 +211,17 @@ class Watch(TorchFunctionMode):
         if grad is None: return # a reentrant checkpoint gives none
         seen.grad,seen.turn = self._measure(grad, self.dtype if self.shares else None),len(self.fired)
         self.fired.append(seen)
+        name,op,_,where,i = seen.key
+        if self.mends and (name,op,where,i,'grad') not in self.meant: return _finite(grad)
+    def _mended(self, name, where, o):
+        if not self.mends: return o
+        with torch._C.DisableTorchFunction():
+            ts = [t for i,t in enumerate(tensors(o)) if (name,None,where,i,'value') not in self.meant and _is_plain(t)]
+            ts = {id(t) for t in ts if self._is_bad(t)} # a graph would keep copies of all the others, and these themselves
+            return replace(o, lambda t: _finite(t) if id(t) in ts else t) if ts else o
+    def _is_bad(self, t):
+        old,seen = self.known.get(_key(t), (None,None))
+        return bool(self.stats[seen.value[0]] if old and old() is t and seen.value else _measure(t)[0])
     def _measure(self, t, dtype=None):
         with torch._C.DisableTorchFunction(), torch.no_grad(): res = _measure(t, dtype)
         self.stats += res
@@ -337,14 +381,14 @@ class Batches:
 def look(self:Batches,
     f, # Works on one batch
     attempt:Attempt, # How it runs
-    inside=None, # Names of the modules whose operations are to be seen as well, as a predicate
-    modules:bool=True, # Look at the modules, or only at what comes out in the end?
+    modules:bool=True, # Look at the modules and into them, or only at what comes out in the end?
     **kwargs # For `Watch`
 ) -> Watch: # What was seen: `finite`, `error`, `pred`, `frames` and more
     "Run all batches and note what goes through the modules; an exception that they raise is noted, too"
     learn,before,attempt.counts = self.learn,(self.attempt,self.entry.plan,self.entry.at_next),False
     self.entry.at_next = None # a look begins no step
-    watch,loss_func = Watch(self.model, inside=inside, **kwargs),learn.loss_func
+    watch,loss_func = Watch(self.model, **kwargs),learn.loss_func
+    watch.scale = attempt.scale
     def batch():
         watch.stack.clear()
         if modules:

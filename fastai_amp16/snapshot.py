@@ -113,16 +113,17 @@ def _write(t, c):
 class _Tensors:
     "Notes tensors by place, and learns in which places they change"
     def __init__(self, always=0, unseen=()):
-        self.changing,self.marks,self.alive,self.begun,self.always,self.unseen = set(),{},[],False,always,unseen
+        self.changing,self.marks,self.alive,self.always,self.unseen = set(),{},[],always,unseen
 
     def note(self, places):
         "Copies of the tensors in `places`, a dict from places to tensors, and what they were"
-        for place,(t,mark,*_) in self.marks.items():
+        before = self.marks
+        for place,(t,mark,*_) in before.items():
             if place in places and _mark(t)!=mark: self.changing.add(place)
         self.marks = {k: (t,_mark(t),t.requires_grad,t.grad) for k,t in places.items()}
-        copies = {k: t.detach().clone() for k,t in places.items()
-                  if not self.begun or k in self.changing or k in self.unseen or t.numel()<=self.always}
-        self.begun,self.alive = True,[t.untyped_storage() for t in places.values() if _has_data(t)] # or another could get the address
+        copies = {k: t.detach().clone() for k,t in places.items() # nobody knows yet of what is new
+                  if k not in before or k in self.changing or k in self.unseen or t.numel()<=self.always}
+        self.alive = [t.untyped_storage() for t in places.values() if _has_data(t)] # or another could get the address
         return self.marks,copies,self.alive
 
     @staticmethod

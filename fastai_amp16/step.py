@@ -23,6 +23,7 @@ class Next(Enum):
     again = 'run again at another loss scale'
     reference = 'run again in fp32, to see whether half precision is at fault at all'
     diagnose = 'find out what is at fault, and mend it'
+    fp32 = 'run again in fp32, and take the step with that: nothing else helps'
     skip = 'put everything back, and go on with the next batch'
 
 # %% ../nbs/09_step.ipynb #a0614118
@@ -57,7 +58,8 @@ class StepRecord:
     possible:bool = True # Can the batch run again?
     mends:bool = True # Is what half precision cannot hold kept in fp32? Else there is nothing to ask fp32 for
     asks_first:bool = False # Were searches in vain lately? Then fp32 is asked before anything else is tried
-    in_fp32:bool = False # Is the present attempt the fp32 reference?
+    in_fp32:bool = False # Is the present attempt in fp32?
+    fp32_counts:bool = False # May the step be taken with that? If not, it is only a reference
     lost:bool = False # Has it been found that no precision helps?
     fits:list = field(default_factory=list) # Loss scales at which the gradients were finite
     fails:list = field(default_factory=list) # Loss scales at which they were not
@@ -75,7 +77,9 @@ def what_next(
 ) -> tuple: # A `Next`, and the loss scale of the next attempt where it is `Next.again`
     "What to do after an attempt"
     if step.lost or not step.possible and outcome is not Outcome.fine: return Next.skip,None
-    if step.in_fp32: return (Next.diagnose if outcome is Outcome.fine else Next.skip),None
+    if step.in_fp32:
+        if outcome is not Outcome.fine: return Next.skip,None
+        return (Next.step if step.fp32_counts else Next.diagnose),None
     if outcome is Outcome.fine:
         step.fits.append(scale)
         new = scale if step.floor is None else next_scale(step.fits, step.fails, step.floor, step.settled)
@@ -87,4 +91,5 @@ def what_next(
         new = None if step.floor is None or waits else next_scale(step.fits, step.fails, step.floor, step.settled)
         if new is not None: return Next.again,new
     if step.asks_first: return (Next.reference if step.mends else Next.skip),None
-    return (Next.diagnose if step.looks<_looks else Next.skip),None
+    if step.looks<_looks: return Next.diagnose,None
+    return (Next.fp32 if step.mends else Next.skip),None

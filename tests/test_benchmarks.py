@@ -1,7 +1,8 @@
 "The scripts of `benchmarks/`, in sizes that show nothing but that all of it runs; no test looks at a time"
-import json,math
+import importlib.util,json,math
 import pytest,torch
-import accumulation,bf16_cpu,compatibility,diagnosis,fp16_cpu,libraries,memory,scale_policy,scaling,short_fits,step_cost,timing
+import accumulation,bf16_cpu,compatibility,diagnosis,doctor,fp16_cpu,libraries,memory,published
+import scale_policy,scaling,short_fits,step_cost,timing
 from fastai.basics import DataLoaders,Learner
 from fastai_amp16.all import DynamicScaler
 from trainings import trainings
@@ -54,10 +55,25 @@ def test_beyond_the_bound_a_step_is_skipped(monkeypatch):
         res = accumulation.train(n, 4, 8, True)
         assert res['taken']==taken and bool(res['kept'])==bool(taken)
 
-def test_diagnosis(tmp_path):
-    diagnosis.main(f'--depth 2 --width 8 --steps 20 --rounds 1 --out {tmp_path}/x.json'.split())
+def test_diagnosis(tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnosis, 'added_by', lambda job, n, promoted=(): (100,300) if job in ('fp32','fit') else (100,400))
+    args = '--depth 2 --width 8 --steps 20 --rounds 1 --blocks 2 --fits 1 --after 1'
+    diagnosis.main(f'{args} --out {tmp_path}/x.json'.split())
     res = read(tmp_path/'x.json')
     assert res['steps']==20 and 'out' not in res and res['fit_with_over_without']>0 and res['report_in_steps'][1]>0
+    rows = res['by_depth']
+    assert [(r['fault'],r['faulty'],r['promoted']) for r in rows]==[(k,n,n) for k in diagnosis.kinds for n in (1,2)]
+    assert all(4<r['passes']<18 and r['layers']==14 and r['in_half']==14-r['promoted']*(r['fault']=='linear') for r in rows)
+    after = res['afterwards']
+    assert after['in_half']==after['layers']==8 and after['added']['healed']==[100,400] and after['over']['fp32'][1]>0
+    assert '| diagnosis | 0 | 0 | 1.33 | 1.00 | 1.50 | 1.00 |' in diagnosis.memory_table(res['memory'])
+    tables = [diagnosis.depth_table([{**rows[0], 'passes': passes, 'pause': 60}]) for passes in (18,19)]
+    assert '| **19** | 18 |' in tables[1] and '**' not in tables[0]
+
+def test_memory_of_a_diagnosis():
+    "In a process of its own; it raises where nothing was healed"
+    before,top = diagnosis.added_by('diagnosis', 2**14)
+    assert 10*2**20<top-before<400*2**20
 
 def test_a_fit_that_is_not_healthy_is_not_measured(monkeypatch):
     learn = diagnosis.learner(2, 8, 2, 4, init_scale=2.**24)
@@ -130,6 +146,28 @@ def test_memory(tmp_path, monkeypatch):
     row, = read(tmp_path/'x.json')['rows']
     assert row['batch_size']==2 and 2<row['to_bf16_dynamic']<6 # moments are two, gradients one more
 
+@pytest.mark.filterwarnings('ignore')
+def test_doctor(tmp_path, capsys):
+    "A healthy model, hostile ones, one that nothing is said of, and what is left out where a library is missing"
+    find_spec = importlib.util.find_spec
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(importlib.util, 'find_spec', lambda name: None if name=='timm' else find_spec(name))
+        doctor.main(['--only', 'squeezenet1_1', 'test_vit_relpos', 'hazards', 'tiny_loss', 'MLP, 3 layers', '--steps', '3', '--rounds', '1',
+                     '--out', f'{tmp_path}/x.json'])
+    res,out = read(tmp_path/'x.json'),capsys.readouterr().out
+    worst = {r['name']: r['worst'] for r in res['rows']}
+    assert worst.pop('squeezenet1_1')!='warning' and worst.pop('tiny_loss') is None
+    assert set(worst)==set(doctor.hazards) and set(worst.values())=={'error','warning'} and res['in_steps']['MLP, 3 layers'][1]>0
+    assert 'timm is not installed: its 1 healthy models' in out and '| hostile | hazards | 10 |' in out
+    assert 'without need: none' in out and 'tiny_loss (trainings)' in out
+
+def test_the_doctor_is_said_to_be_wrong_where_it_is():
+    def row(kind, name, worst): return dict(kind=kind, group='g', name=name, worst=worst)
+    models = ('healthy','a','warning'),('healthy','b','info'),('hostile','c','info'),('hostile','d','error')
+    res = dict(rows=[row(*o) for o in models])
+    assert doctor.alarms(res).startswith('Warned of without need: a (g). ') and doctor.alarms(res).endswith('ones: c (g).')
+    assert '| healthy | g | 2 | 0 | 1 | 1 | 0 |' in doctor.table(res)
+
 # %% the policies
 def test_replay():
     "Two steps are skipped, on the way from 2^16 to 2^14, where gradients below 2^-39 become 0"
@@ -190,6 +228,43 @@ def test_record_and_replay(tmp_path, capsys):
     rows = read(tmp_path/'x.json')['rows']
     assert {r['data'] for r in rows if r['kind']=='training'}=={name} and {r['policy'] for r in rows}==set(scale_policy.policies)
     assert '| ours | ' in capsys.readouterr().out
+
+# %% published failures
+@pytest.mark.parametrize('name,entry', [('T5','body.encoder.block.1.layer.1.DenseReluDense.wo'), ('XCiT','blocks.1.attn')])
+def test_published(name, entry, tmp_path, capsys):
+    "A layer whose numbers are too large, and an operation in a module's own code"
+    for o in published.needs: pytest.importorskip(o)
+    published.main(['--only', name, '--out', f'{tmp_path}/x.json'])
+    r, = read(tmp_path/'x.json')['rows']
+    assert r['named'] and published.ends(r) and r['plain'].startswith('53% of 15 steps skipped') # all since the fault
+    assert [o.rstrip('.') for o in r['promoted']]==[entry] and not r['spare'] and r['half']<=r['could_be']<=r['layers'] and r['pause']>1
+    assert f'| [{name}](https://' in (out := capsys.readouterr().out) and 'Of these fits, all 1 end' in out
+
+def test_published_finds_what_is_to_spare():
+    "A layer too many, and a layer of a module whose code alone is at fault"
+    for o in published.needs: pytest.importorskip(o)
+    *_,(o,),_ = published.healing('T5')
+    wo, = o['new']
+    assert published.least('T5', dict(o, new=[wo,'head']))==(['head'],[wo,'head'])
+    *_,(o,),_ = published.healing('BLOOM')
+    code = 'body.h.1.self_attention.'
+    assert published.least('BLOOM', dict(o, new=[code[:-1]]))==([],[code])==published.least('BLOOM', dict(o, new=[code]))
+    with pytest.raises(RuntimeError, match='not enough'): published.least('BLOOM', dict(o, new=['head']))
+
+def test_published_says_what_goes_badly():
+    good = dict(name='a', link='https://a', says='`wo`', plain='100% of 15 steps skipped', distance=0.001, skipped=0, named=True, spare=[],
+                half=9, could_be=9, layers=10, pause=5.4, reports=[dict(producer='b.wo', op='linear')])
+    bad = dict(good, name='z', distance=0.5, named=False, spare=['b.c'], half=3, reports=[dict(producer='', op=None)])
+    table = published.table(dict(rows=[good, bad])).splitlines()
+    assert table[2]=='| [a](https://a) | `wo` | 100% of 15 steps skipped | yes, 0.1 % | yes: `linear` in `b.wo` | 9 of 10 | yes | 5 |'
+    assert '| no, 50 % | no: ' in table[3] and '| 3 of 10 (9 could) | no |' in table[3]
+    assert published.claim([good, bad]).count('1 of 2')==3 and 'in 1 of them' in published.claim([good, bad])
+    assert not published.ends(dict(good, skipped=1))
+
+def test_published_without_the_libraries(monkeypatch, capsys):
+    monkeypatch.setattr(published, 'needs', ('transformers','no_such_library'))
+    with pytest.raises(SystemExit): published.main([])
+    assert 'no_such_library must be installed' in capsys.readouterr().err
 
 # %% programs
 def _notebook(path, module, *cells):

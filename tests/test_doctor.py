@@ -1,6 +1,7 @@
 "Each hazard in a small model that has it and in its twin that has not; nothing on models that are well; no trace"
 import re
 from functools import partial
+from itertools import chain,repeat
 from pathlib import Path
 import pandas as pd
 import pytest,torch
@@ -47,11 +48,15 @@ def remedies(finding):
 
 # %% one hazard each
 class Net(nn.Module):
-    "`f` in the middle"
-    def __init__(self, f, ni=8, nf=8):
+    "`f` in the middle; `top` is the largest number that it takes, `empty` whether its last sample is 0"
+    def __init__(self, f, ni=8, nf=8, top=None, empty=False):
         super().__init__()
-        self.body,self.mid,self.head = nn.Linear(ni, 8),f,nn.Linear(nf, 4)
-    def forward(self, x): return self.head(self.mid(self.body(x)))
+        self.body,self.mid,self.head,self.top,self.empty = nn.Linear(ni, 8),f,nn.Linear(nf, 4),top,empty
+    def forward(self, x):
+        x = self.body(x)
+        if self.top: x = x*(self.top/x.detach().abs().max().item())
+        if self.empty: x = torch.cat([x[:-1], torch.zeros_like(x[-1:])])
+        return self.head(self.mid(x))
 
 class Code(nn.Module):
     def __init__(self, f, **kwargs):
@@ -60,7 +65,8 @@ class Code(nn.Module):
         for k,v in kwargs.items(): setattr(self, k, v)
     def forward(self, *args): return self.f(self, *args)
 
-def code(f, **kwargs): return lambda: Net(Code(f, **kwargs))
+def code(f, top=None, empty=False, **kwargs): return lambda: Net(Code(f, **kwargs), top=top, empty=empty)
+def gained(*shape): return nn.Parameter(torch.ones(*shape))
 
 def mask(x): return torch.ones(x.shape[0], x.shape[0], dtype=torch.bool).triu(1)
 
@@ -103,7 +109,10 @@ class MBConv(nn.Module):
         x = self.conv(x)
         return x*torch.sigmoid(self.expand(F.relu(self.reduce(F.adaptive_avg_pool2d(x, 1)))))
 
-def gated(gate): return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), gate, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+def gated(gate, gain=1e3):
+    norm = nn.BatchNorm2d(8)
+    nn.init.constant_(norm.weight, gain)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), norm, gate, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
 
 class Standardise(nn.Module):
     def forward(self, x): return (x-x.mean(-1, keepdim=True))/(x.var(-1, keepdim=True)+1e-5).sqrt()
@@ -118,7 +127,13 @@ class Norming(nn.Module):
 @register_norm
 class Registered(Standardise): pass
 
-def probabilities(act): return lambda: nn.Sequential(nn.Linear(8, 4), act)
+def probabilities(act, sure=True):
+    "The logits of an untrained network, or of one that is sure"
+    def make():
+        lin = nn.Linear(8, 4)
+        if sure: lin.weight.data *= 12
+        return nn.Sequential(lin, act)
+    return make
 def bce(model): return dict(model=model, y=torch.rand(4, 4), loss_func=nn.BCELoss())
 def nll(p, y): return F.nll_loss(p.log(), y)
 def in_loss(p, y): return F.binary_cross_entropy(p.sigmoid(), y)
@@ -130,7 +145,8 @@ hazards = dict( # what has it, where, how bad, words of the fact, of the remedy;
         [code(attend(lambda s,x,m: x.masked_fill(m, min_(x)))), code(attend(lambda s,x,m: x.masked_fill(m, -torch.inf))),
          code(attend(lambda s,x,m: x.float().masked_fill(m, -1e9)))]),
     masked_add=(code(attend(lambda s,x,m: x+m.to(x.dtype)*-1e9)), 'mid', 'warning', '-1e+09', 'torch.finfo',
-        [code(attend(lambda s,x,m: x+m.to(x.dtype)*-1e4))]),
+        [code(attend(lambda s,x,m: x+m.to(x.dtype)*-1e4)),
+         code(attend(lambda s,x,m: x+(m.float()*torch.finfo(torch.float32).min).to(x.dtype)))]), # the smallest number is meant
     setitem=(code(attend(partial(assign, value=lambda x: -1e9))), 'mid', 'error', '-1e+09', 'torch.finfo',
         [code(attend(partial(assign, value=min_)))]),
     where=(code(attend(lambda s,x,m: torch.where(m, -1e9, x))), 'mid', 'warning', '-1e+09', 'torch.finfo',
@@ -142,33 +158,54 @@ hazards = dict( # what has it, where, how bad, words of the fact, of the remedy;
         'mid', 'warning', '1e+09', 'torch.finfo',
         [lambda: Net(WithMask(lambda s,x: F.scaled_dot_product_attention(x[None], x[None], x[None], s.mask)[0], -torch.inf))]),
     gain=(code(lambda s,x: x*1e6/1e6), 'mid', 'error', '1e+06', 'keep_fp32', [code(lambda s,x: x/1e6*1e6), code(lambda s,x: x*1e-6)]),
-    eps_div=(code(lambda s,x: x/(x.norm(dim=-1, keepdim=True)+s.eps), eps=1e-8), 'mid', 'warning', '1e-08', 'mid\').eps = 1e-4',
-        [code(lambda s,x: x/(x.norm(dim=-1, keepdim=True)+1e-4))]),
     eps_log=(code(lambda s,x: (x.relu()+1e-10).log()), 'mid', 'error', '1e-10', 'in its code', [code(lambda s,x: (x.relu()+1e-3).log())]),
-    eps_clamp=(code(lambda s,x: x*x.abs().sum(-1, keepdim=True).clamp(min=1e-12).reciprocal()), 'mid', 'warning', '1e-12', 'in its code',
-        [code(lambda s,x: x.clamp(min=1e-12)), code(lambda s,x: x+1e-8)]),
-    cosine=(code(lambda s,x: s.cos(x, x[:1])[:,None]*x, cos=nn.CosineSimilarity()), 'mid.cos', 'warning', '1e-08', "mid.cos').eps = 1e-4",
-        [code(lambda s,x: s.cos(x, x[:1])[:,None]*x, cos=nn.CosineSimilarity(eps=1e-3)),
-         code(lambda s,x: F.cosine_similarity(x, x[:1], -1, 1e-3)[:,None]*x)]),
-    normalize=(code(lambda s,x: F.normalize(x)), 'mid', 'warning', '1e-12', 'in its code',
-        [code(lambda s,x: F.normalize(x, eps=1e-4)), code(lambda s,x: F.normalize(x.float()))]),
-    logsumexp=(code(lambda s,x: x-x.exp().sum(-1, keepdim=True).log()), 'mid', 'warning', 'logsumexp', 'torch.logsumexp',
-        [code(lambda s,x: x-x.logsumexp(-1, keepdim=True)), code(lambda s,x: x-(x-x.amax()).exp().sum(-1, keepdim=True).log())]),
-    softplus=(code(lambda s,x: torch.log(1+torch.exp(x))), 'mid', 'warning', 'softplus', 'F.softplus', [code(lambda s,x: F.softplus(x))]),
-    log_softmax=(code(lambda s,x: x.softmax(-1).log()), 'mid', 'warning', 'softmax', 'F.log_softmax',
-        [code(lambda s,x: x.log_softmax(-1))]),
-    rms=(lambda: Net(Norming()), 'mid', 'warning', 'by hand', "'mid.'",
-        [lambda: Net(nn.RMSNorm(8)), code(lambda s,x: x*s.weight, weight=2.)]),
-    standardise=(lambda: Net(Standardise()), 'mid', 'warning', 'by hand', "'mid'",
-        [lambda: Net(Registered()), code(lambda s,x: (x-0.5)/0.2), code(lambda s,x: x/x.float().std())]),
-    gain_first=(code(lambda s,x: s.g*x*torch.rsqrt(x.pow(2).mean(-1, keepdim=True)+1e-5), g=nn.Parameter(torch.ones(8))),
+    **{name: (code(f, empty=True, **kw), 'mid', 'error', fact, remedy, [code(f, **kw), *twins])
+       for name,(f,kw,fact,remedy,twins) in dict(
+        eps_div=(lambda s,x: x/(x.norm(dim=-1, keepdim=True)+s.eps), dict(eps=1e-8), '1e-08', 'mid\').eps = 1e-4',
+            [code(lambda s,x: x/(x.norm(dim=-1, keepdim=True)+1e-4), empty=True)]),
+        eps_clamp=(lambda s,x: x*x.abs().sum(-1, keepdim=True).clamp(min=1e-12).reciprocal(), {}, '1e-12', 'in its code',
+            [code(lambda s,x: x.clamp(min=1e-12), empty=True), code(lambda s,x: x+1e-8, empty=True)]),
+        normalize=(lambda s,x: F.normalize(x), {}, '1e-12', 'in its code',
+            [code(lambda s,x: F.normalize(x, eps=1e-4), empty=True), code(lambda s,x: F.normalize(x.float()), empty=True)])).items()},
+    eps_small=(code(lambda s,x: 0.1*x/(x.norm(dim=-1, keepdim=True)+1e-8), top=2e-6), 'mid', 'warning', '1e-08', 'in its code',
+        [code(lambda s,x: 0.1*x/(x.norm(dim=-1, keepdim=True)+1e-8), top=1e-4)]),
+    cosine=(code(lambda s,x: s.cos(x, x[:1])[:,None]*x, empty=True, cos=nn.CosineSimilarity()), 'mid.cos', 'error', '1e-08',
+        "mid.cos').eps = 1e-4", [code(lambda s,x: s.cos(x, x[:1])[:,None]*x, cos=nn.CosineSimilarity()),
+         code(lambda s,x: s.cos(x, x[:1])[:,None]*x, empty=True, cos=nn.CosineSimilarity(eps=1e-3)),
+         code(lambda s,x: F.cosine_similarity(x, x[:1], -1, 1e-3)[:,None]*x, empty=True)]),
+    logsumexp=(code(lambda s,x: x-x.exp().sum(-1, keepdim=True).log(), top=8), 'mid', 'warning', 'logsumexp', 'torch.logsumexp',
+        [code(lambda s,x: x-x.exp().sum(-1, keepdim=True).log()), code(lambda s,x: x-x.logsumexp(-1, keepdim=True), top=8),
+         code(lambda s,x: x-(x-x.amax()).exp().sum(-1, keepdim=True).log(), top=8)]),
+    logsumexp_fails=(code(lambda s,x: x-x.exp().sum(-1, keepdim=True).log(), top=20), 'mid', 'error', 'logsumexp', 'torch.logsumexp', []),
+    logsumexp_of_nothing=(code(lambda s,x: (x-16).exp().sum(-1, keepdim=True).log()+x, top=8), 'mid', 'warning', 'logsumexp',
+        'torch.logsumexp', [code(lambda s,x: (x-3).exp().sum(-1, keepdim=True).log()+x)]),
+    softplus=(code(lambda s,x: torch.log(1+torch.exp(x)), top=8), 'mid', 'warning', 'softplus', 'F.softplus',
+        [code(lambda s,x: torch.log(1+torch.exp(x))), code(lambda s,x: F.softplus(x), top=8)]),
+    log_softmax=(code(lambda s,x: x.softmax(-1).log(), top=10), 'mid', 'warning', 'softmax', 'F.log_softmax',
+        [code(lambda s,x: x.softmax(-1).log()), code(lambda s,x: x.log_softmax(-1), top=10)]),
+    rms=(lambda: Net(Norming(), top=60), 'mid', 'warning', 'by hand', "'mid.'",
+        [lambda: Net(Norming()), lambda: Net(nn.RMSNorm(8), top=60), code(lambda s,x: x*s.weight, top=60, weight=2.)]),
+    rms_fails=(lambda: Net(Norming(), top=3e3), 'mid', 'error', 'by hand', "'mid.'", [lambda: Net(nn.RMSNorm(8), top=3e3)]),
+    rms_small=(lambda: Net(Norming(), top=1e-4), 'mid', 'error', 'by hand', "'mid.'", [lambda: Net(nn.RMSNorm(8), top=1e-4)]),
+    standardise=(lambda: Net(Standardise(), top=60), 'mid', 'warning', 'by hand', "'mid'",
+        [lambda: Net(Standardise()), lambda: Net(Registered(), top=60), code(lambda s,x: (x-0.5)/0.2, top=60),
+         code(lambda s,x: x/x.float().std(), top=60)]),
+    gain_first=(code(lambda s,x: s.g*x*torch.rsqrt(x.pow(2).mean(-1, keepdim=True)+1e-5), top=60, g=gained(8)),
         'mid', 'warning', 'by hand', "'mid'",
-        [code(lambda s,x: s.g*x*torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True)+1e-5), g=nn.Parameter(torch.ones(8))),
-         code(lambda s,x: s.g*x*s.g.pow(2).mean().rsqrt(), g=nn.Parameter(torch.ones(8)))]),
-    annotated=(code(lambda s,x: s.g*(x-x.mean(-1, keepdim=True))/(x.std(-1, keepdim=True)+1e-5), g=nn.Parameter(torch.ones(8))),
-        'mid', 'warning', 'by hand', "'mid'", []),
-    sum_of_squares=(code(lambda s,x: x/((x*x).sum(-1, keepdim=True)/8+s.eps).sqrt(), eps=nn.Parameter(torch.full((1,), 1e-5))),
-        'mid', 'warning', 'by hand', "'mid'", []))
+        [code(lambda s,x: s.g*x*torch.rsqrt(x.pow(2).mean(-1, keepdim=True)+1e-5), g=gained(8)),
+         code(lambda s,x: s.g*x*torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True)+1e-5), top=60, g=gained(8)),
+         code(lambda s,x: s.g*x*s.g.pow(2).mean().rsqrt(), top=60, g=gained(8))]),
+    annotated=(code(lambda s,x: s.g*(x-x.mean(-1, keepdim=True))/(x.std(-1, keepdim=True)+1e-5), top=1e-6, g=gained(8)),
+        'mid', 'error', 'by hand', "'mid'",
+        [code(lambda s,x: s.g*(x-x.mean(-1, keepdim=True))/(x.std(-1, keepdim=True)+1e-5), top=top, g=gained(8)) for top in (1,60)]),
+    sum_of_squares=(code(lambda s,x: x/((x*x).sum(-1, keepdim=True)/8+s.eps).sqrt(), top=60, eps=nn.Parameter(torch.full((1,), 1e-5))),
+        'mid', 'warning', 'by hand', "'mid'",
+        [code(lambda s,x: x/((x*x).sum(-1, keepdim=True)/8+s.eps).sqrt(), eps=nn.Parameter(torch.full((1,), 1e-5)))]))
+
+def is_harmless(learn):
+    "Nothing, or something that is good to know: nothing is to be kept in fp32"
+    c = learn.fp16_doctor()
+    return not [o for o in c if o.severity!='info'] and not any(o.keep for o in c) and not c.remedy
 
 @pytest.mark.parametrize('name', hazards)
 def test_hazard(name):
@@ -180,15 +217,18 @@ def test_hazard(name):
         learn = learner(model)
         do(code, learn)
         assert not findings(learn), code
-    for twin in twins: assert not findings(learner(twin))
+    for twin in twins: assert is_harmless(learner(twin))
 
 @pytest.mark.parametrize('hazard,module,remedy,twins', [
     (bce(probabilities(nn.Sigmoid())), '1', 'swap_module',
-     [dict(model=probabilities(nn.Identity()), y=torch.rand(4, 4), loss_func=nn.BCEWithLogitsLoss())]),
+     [dict(model=probabilities(nn.Identity()), y=torch.rand(4, 4), loss_func=nn.BCEWithLogitsLoss()),
+      bce(probabilities(nn.Sigmoid(), sure=False))]),
     (bce(probabilities(Code(lambda s,x: x.sigmoid().clamp(1e-4, 1-1e-4)))), '1', 'nn.BCEWithLogitsLoss',
-     [bce(probabilities(Code(lambda s,x: x.float().sigmoid())))]),
+     [bce(probabilities(Code(lambda s,x: x.float().sigmoid()))),
+      bce(probabilities(Code(lambda s,x: x.sigmoid().clamp(1e-4, 1-1e-4)), sure=False))]),
     (dict(model=probabilities(nn.Softmax(-1)), loss_func=nll), '1', 'nn.CrossEntropyLoss',
-     [dict(model=probabilities(nn.LogSoftmax(-1)), loss_func=nn.NLLLoss())])],
+     [dict(model=probabilities(nn.LogSoftmax(-1)), loss_func=nn.NLLLoss()),
+      dict(model=probabilities(nn.Softmax(-1), sure=False), loss_func=nll)])],
     ids=['module', 'code', 'softmax'])
 def test_loss(hazard, module, remedy, twins):
     found = findings(learner(**hazard))
@@ -197,7 +237,12 @@ def test_loss(hazard, module, remedy, twins):
         learn = learner(**hazard)
         do(code, learn)
         assert not findings(learn) or (i==0 and 'and no' in code)
-    for twin in twins: assert not findings(learner(**twin))
+    for twin in twins: assert is_harmless(learner(**twin))
+
+def test_what_is_good_to_know_of_a_loss():
+    "Without the numbers that make it a hazard, it has a remedy all the same"
+    info, = [o for o in learner(**bce(probabilities(nn.Sigmoid(), sure=False))).fp16_doctor() if 'sigmoid' in o.fact]
+    assert info.severity=='info' and info.remedy.endswith('nn.BCEWithLogitsLoss()') and 'keep_fp32' not in info.remedy
 
 def test_a_sigmoid_in_the_loss_computes_in_fp32():
     def infos(loss_func):
@@ -210,6 +255,7 @@ def test_gate(gate, module):
     found = findings(make())
     assert [(o.severity,o.module) for o in found]==[('warning',module)] and 'Squeeze' in found[0].fact
     assert ('swap_module(learn.model, nn.Sigmoid, nn.Hardsigmoid)' in found[0].remedy)==(gate is not MBConv)
+    assert is_harmless(images(gated(gate(8), gain=1.), size=8))
     for code in remedies(found[0]):
         learn = make()
         do(code, learn)
@@ -228,8 +274,20 @@ def test_equal_findings_are_one():
     assert (found.module,found.others)==('2.0',['2.1']) and "keep_fp32=['2.0', '2.1']" in found.remedy
 
 def test_what_is_kept_is_added_to():
-    learn = learner(lambda: nn.Sequential(Net(Norming()), nn.Linear(4, 4))).to_fp16_dynamic(keep_fp32=['1'])
+    learn = learner(lambda: nn.Sequential(Net(Norming(), top=60), nn.Linear(4, 4))).to_fp16_dynamic(keep_fp32=['1'])
     assert findings(learn)[0].remedy=="learn.to_fp16_dynamic(keep_fp32=['1', '0.mid.'])"
+
+def test_a_model_that_differs_from_run_to_run():
+    "As one that draws from a generator with a seed of its own: half precision is not to blame"
+    factors = chain([1.], repeat(0.1))
+    c = learner(code(lambda s,x: x*next(factors))).fp16_doctor()
+    assert all(o.severity=='info' for o in c) and c.report.verdict=='healthy' and not c.remedy
+
+def test_a_gradient_counts_at_a_loss_scale_that_can_move():
+    "A gate with room forward: its gradient overflows at 2^16 at first, which the scale answers; a static scale does not"
+    def loss(p, t): return 10*F.cross_entropy(p, t)
+    def make(**kwargs): return images(gated(Gate(8), gain=100.), size=8, loss_func=loss).to_fp16_dynamic(**kwargs)
+    assert is_harmless(make()) and any('Squeeze' in o.fact for o in findings(make(dynamic=False, init_scale=2.**12)))
 
 def test_a_batch_that_overflows():
     def make(): return learner(Net(nn.Identity()), 1e6*torch.randn(4, 8))
@@ -240,7 +298,7 @@ def test_a_batch_that_overflows():
     assert learn.fp16_doctor().report.verdict!='forward'
 
 def test_headroom():
-    def make(top): return learner(code(lambda s,x: x/x.detach().abs().max()*s.top/s.top, top=top))
+    def make(top): return learner(code(lambda s,x: x/x.detach().abs().max()*s.by/s.by, by=top))
     found, = findings(make(5e4))
     assert (found.severity,found.module)==('warning','mid') and '0.4 bits' in found.fact
     learn = make(5e4)
@@ -402,11 +460,11 @@ def test_memory_that_nobody_wrote_is_no_overflow():
 @pytest.mark.parametrize('name', zoo)
 def test_zoo(name):
     "What cannot be trained in plain fp16 is named, at the place; what is wrong with it is seen at times only in the batch"
-    named = dict(regnety=('stem.0','conv2d','trunk_output.0.f.4','Squeeze'), norm_free=('blocks.','gives numbers'),
+    named = dict(regnety=('stem.0','gives numbers','trunk_output.0.f.4','Squeeze'), norm_free=('blocks.','gives numbers'),
         masked_add=('attns.0','-1e+09'), masked_fill=('attns.0','-1e+09'),
         large_logits=('','matmul'), rms_inline=('1','by hand'), sum_pool=('','sum'), poisson=('','exp'),
         cosine=('3','1e-08'), sigmoid_bce=('act','sigmoid'), large_units=('','200000'),
-        broken_pixels=('0','conv2d'), backward_only=('1','sqrt'))
+        broken_pixels=('0','gives numbers'), backward_only=('1','sqrt'))
     found = findings(zoo[name].make(0))
     where = named.get(name, ()) # `rms` is kept in fp32 by its name; `tiny_loss` asks for a loss scale and an optimizer, which it has
     for module,fact in zip(where[::2], where[1::2]):

@@ -1,8 +1,12 @@
 "What fp16 cannot hold is found out and kept in fp32, all steps are taken, and the training ends where fp32 ends"
 import math,re,warnings
+from types import SimpleNamespace
 import pytest,torch
-from fastai.basics import Callback,Learner,nn
+from fastai.basics import Callback,Learner,nn,partial
 from fastai.callback.training import GradientAccumulation
+from fastai.layers import SigmoidRange
+from torch.utils.checkpoint import checkpoint
+from fastai_amp16 import diagnose,healing
 from fastai_amp16.learner import training_case
 import hostile
 from hostile import bad_samples,hopeless,plain_fp16,zoo
@@ -261,6 +265,104 @@ def test_own_code_may_use_the_weights_of_its_layers():
     learn = run(Learner.to_fp16_dynamic, keep_fp32=['1.att.'], on_spiral='raise')
     assert all_taken(learn)
     for p,q in zip(weights(learn), weights(run(Learner.to_fp32))): torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-2)
+
+@quiet
+@pytest.mark.parametrize('f', [times_and_back, lambda x: torch.sqrt((x*1e-5)**2+1e-12)*1e5], ids=['forward','backward'])
+def test_checkpoints_of_both_kinds_heal_alike(f):
+    "No step is skipped, and reports, runs and losses are those of a fit without checkpoints"
+    class Model(nn.Module):
+        def __init__(self, around):
+            super().__init__()
+            self.inp,self.out,self.around = nn.Linear(8,16),nn.Linear(16,1),around
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16,16), Do(f if i in (1,3) else torch.relu)) for i in range(4)])
+        def forward(self, x):
+            x = self.inp(x)
+            for b in self.blocks: x = self.around(b, x)
+            return self.out(x)
+    def run(around):
+        learn = fit(learner(lambda: Model(around)).to_fp16_dynamic())
+        mp = learn.mixed_precision
+        assert all_taken(learn) and len(mp.history)==8
+        losses = [o.item() for o in learn.recorder.losses]
+        return mp.promoted,[r.told for r in mp.reports],mp.history.reruns.tolist(),mp.scaler.get_scale(),losses
+    plain = run(lambda b, x: b(x))
+    assert plain[0]==['blocks.1.1','blocks.3.1']
+    for reentrant in (True,False): assert run(partial(checkpoint, use_reentrant=reentrant))==plain
+
+# %% what is said
+def said(make, **kwargs):
+    "The learner, and its warnings"
+    with warnings.catch_warnings(record=True) as w:
+        warnings.simplefilter('always')
+        learn = fit(make().to_fp16_dynamic(**kwargs))
+    return learn,[str(o.message) for o in w]
+
+@pytest.mark.parametrize('by,kept', [(1.,'4'), (1e4,'5')])
+def test_what_is_blamed_is_kept_where_a_range_passes_65504(by, kept):
+    "fastai's `SigmoidRange` with targets up to 120000: it passes 65504, or gradients pass it even at the lowest loss scale"
+    def model(): return nn.Sequential(nn.Linear(8,32), nn.ReLU(), nn.Linear(32,16), nn.ReLU(), nn.Linear(16,1), SigmoidRange(0, 120000))
+    def make():
+        learn = learner(model, loss_func=lambda p,t: (p-1e5*t.sigmoid()).square().mean()/by)
+        with torch.no_grad(): learn.model[4].bias.fill_(0.5)
+        return learn
+    learn,msgs = said(make)
+    mp = learn.mixed_precision
+    assert all_taken(learn) and mp.promoted==[kept] and len(msgs)==1
+    names = [n for n in ('0','2','4','5') if f'{n} (' in msgs[0]]
+    assert names==[kept] and [r.producer for r in mp.reports if r.promoted]==[kept]
+    assert learn.recorder.values[-1][1]==pytest.approx(fit(make().to_fp32()).recorder.values[-1][1], rel=0.01)
+
+@pytest.mark.parametrize('name', ['_table','heal','faults','_said'])
+def test_a_diagnosis_that_fails_does_not_lose_the_batch_and_says_why(name, monkeypatch):
+    def broken(*args, **kwargs): raise IndexError('tuple index out of range')
+    def make(): return learner(between(Do(times_and_back)))
+    monkeypatch.setattr(diagnose, name, broken)
+    learn,msgs = said(make)
+    assert all_taken(learn) and len(learn.mixed_precision.history)==8 and learn.mixed_precision.reports==[]
+    assert msgs==["A batch overflowed in fp16, and its diagnosis failed: it raises IndexError (tuple index out of range). "
+                  "It is computed in fp32 instead."]
+    torch.testing.assert_close(weights(learn), weights(fit(make().to_fp32())), rtol=1e-4, atol=1e-5) # all steps are fp32's
+    clean(learn)
+
+def test_without_healing_nothing_is_said_to_stay_in_fp32():
+    learn,msgs = said(lambda: learner(between(Do(times_and_back))), on_spiral='warn')
+    assert learn.mixed_precision.promoted==[] and learn.mixed_precision.n_skipped>0
+    assert "The step of this batch is skipped. What you can do: keep_fp32=['1']." in msgs[0] and not any('from now on' in o for o in msgs)
+
+def test_the_same_report_is_told_once_in_a_fit():
+    "The same sample is broken in each epoch; the next fit tells of it again"
+    def make():
+        learn = learner(shuffle=False)
+        learn.dls.train.dataset[20] = (learn.dls.train.dataset[20][0]*math.nan,learn.dls.train.dataset[20][1])
+        return learn
+    learn,msgs = said(make)
+    mp = learn.mixed_precision
+    assert mp.n_skipped==2 and len(msgs)==1 and 'in 1 of its 16 samples: 4.' in msgs[0]
+    with pytest.warns(UserWarning, match='in 1 of its 16 samples: 4.'): fit(learn, 1)
+
+@quiet
+@pytest.mark.parametrize('silence', [0,1000])
+def test_a_progress_bar_tells_only_of_a_diagnosis_that_takes_its_time(silence, monkeypatch):
+    class Bar:
+        comment,last_v = 'as before',3
+        def update_bar(self, v): shown.append((v,self.comment))
+    shown,bar,learn = [],Bar(),learner(between(Do(times_and_back))).to_fp16_dynamic()
+    monkeypatch.setattr(healing, '_silence', silence)
+    with learn.no_bar(), learn.no_logging():
+        learn.progress = SimpleNamespace(pbar=bar)
+        learn.fit(1)
+    assert learn.mixed_precision.promoted==['1'] and bar.comment=='as before'
+    assert shown[:2]==([] if silence else [(3,f'overflow: finding out why, run {i}') for i in (1,2)])
+
+@quiet
+def test_a_fault_that_another_one_hides():
+    "The first root gives zeros without a sign, of which the second makes NaN, in fp32 as well: only the first is at fault"
+    class Rms(nn.Module):
+        def forward(self, x):
+            h = x*1e3
+            return h*torch.rsqrt(h.pow(2).mean(-1, keepdim=True))
+    mp = fit(learner(between(Rms(), nn.ReLU(), Rms()), n=64).to_fp16_dynamic(), 1).mixed_precision
+    assert set(mp.promoted)<={'1','3'} and '1' in mp.promoted and mp.n_skipped==0
 
 # %% outside training
 @quiet

@@ -1,4 +1,4 @@
-"A report says the same as text and as HTML, on light and dark pages, wherever the producer stands and whatever modules are called"
+"A report is read at a glance: the same as text and as HTML, on light and dark pages, wide and narrow, whatever modules are called"
 import math,os,pickle,re,subprocess,sys
 from html.parser import HTMLParser
 import matplotlib.pyplot as plt
@@ -54,25 +54,35 @@ def lines(r):
 def marked(r): return [o.split()[1] for o in lines(r) if o.startswith('> ')]
 
 # %% one content
+def header(r): return lines(r)[0].split()
+
 def test_text():
-    r = sample(sentence='It broke.', remedy='mend it')
+    r = sample(sentence='It broke.', remedy='mend it', done='It was mended.')
     text = str(r).splitlines()
-    assert text[:3]==['forward: It broke.', 'Remedy: mend it', ''] and repr(r)==str(r)
-    assert [o.split() for o in text[3:]]==[
-        'module type computes bits input output inside gradient weight_grad flushed subnormal nonfinite'.split(),
-        '> body.1 Square float16 -2.5 1 3.73e+05 3.73e+05 2.1e-07 0.40% 21.00% not finite'.split(),
-        '(the model) Net float16 2.1 1 2 3 not finite'.split(),
-        'body.0 Linear float16 6.7 0 2 3 0.0019 <0.01% 100.00%'.split(),
-        'head Linear fp32 inf 0 0 3 – –'.split()]
-    def ends(*words): return {o.index(' '+s)+len(s) for o,s in zip(text[3:], words)}
+    assert text[:4]==['forward: It broke.', 'Done: It was mended.', 'What you can do: mend it', ''] and repr(r)==str(r)
+    assert [o.split() for o in text[4:]]==[
+        'module type computes input output inside bits nonfinite'.split(),
+        '> body.1 Square float16 1 3.73e+05 3.73e+05 -2.5 not finite'.split(),
+        '(the model) Net float16 1 2 2.1 not finite'.split(),
+        'body.0 Linear float16 0 2 6.7'.split(),
+        'head Linear fp32 0 0 inf'.split()]
+    def ends(*words): return {o.index(' '+s)+len(s) for o,s in zip(text[4:], words)}
     assert len(ends('bits','-2.5','2.1','6.7','inf'))==len(ends('computes','float16','float16','float16','fp32'))==1 # in columns
-    assert all(o==o.rstrip() for o in text) and [o[2:6] for o in text[3:]]==['modu','body','(the','body','head']
+    assert all(o==o.rstrip() for o in text) and [o[2:6] for o in text[4:]]==['modu','body','(the','body','head']
+
+def test_text_of_a_backward_pass():
+    assert [o.split() for o in lines(sample(verdict='backward', producer=None))]==[
+        'module type computes gradient weight_grad bits flushed subnormal nonfinite'.split(),
+        'body.1 Square float16 2.1e-07 -2.5 0.40% 21.00% not finite'.split(),
+        '(the model) Net float16 3 2.1 not finite'.split(),
+        'body.0 Linear float16 3 0.0019 6.7 <0.01% 100.00%'.split(),
+        'head Linear fp32 3 inf – –'.split()]
 
 @pytest.mark.parametrize('kwargs', [{}, dict(producer=None), dict(producer='')], ids=['module','none','model'])
 def test_html_says_what_the_text_says(kwargs):
     r = sample(**kwargs)
     head,*rows = Page(r._repr_html_()).rows
-    assert head==lines(r)[0].split() and {len(o) for o in rows}=={len(head)}
+    assert head==header(r) and {len(o) for o in rows}=={len(head)}
     assert [' '.join(' '.join(o).split()).replace('▶', '>') for o in rows]==[' '.join(o.split()) for o in lines(r)[1:]]
 
 @pytest.mark.parametrize('producer', ['body.1','','head',None,'gone'])
@@ -81,20 +91,37 @@ def test_the_producer_is_marked(producer):
     r = sample(producer=producer)
     page = Page(r._repr_html_())
     want = [] if producer in (None,'gone') else [producer or '(the']
+    assert not want or lines(r)[1].startswith('> '+want[0]) # on top
     assert marked(r)==want and [o[0][2:] for o in page.rows if o[0].startswith('▶ ')]==[o.replace('(the', '(the model)') for o in want]
     assert [page.rows[1+i][0] for i in page.colored]==[o[0] for o in page.rows if o[0].startswith('▶')]
 
-@pytest.mark.parametrize('n,at,shown,more', [(12,3,12,0), (13,None,12,1), (20,11,12,8), (20,12,13,7), (20,19,13,7), (13,12,13,0)])
-def test_the_producer_is_shown_wherever_it_stands(n, at, shown, more):
-    "Of many modules, twelve are shown: those at the top"
-    producer = None if at is None else f'm{at}'
-    r = report(*many(n), producer=producer)
-    page,table,left = r._repr_html_(),lines(r),f'… and {more} more'
-    names = [f'm{i}' for i in range(min(n, 12))]
-    if shown>12: names.append(producer)
-    assert [o[2:].split()[0] for o in table[1:1+shown]]==names==[o[0].removeprefix('▶ ') for o in Page(page).rows[1:]]
-    assert marked(r)==([] if at is None else [producer])
-    assert table[1+shown:]==(['  '+left] if more else []) and (left in page)==bool(more) and 'and 0 more' not in page
+def shown(r):
+    "The modules in the table of `r`, which are the same in text and HTML"
+    res = [o[2:].split()[0] for o in lines(r)[1:] if '…' not in o]
+    assert res==[o[0].removeprefix('▶ ') for o in Page(r._repr_html_()).rows[1:]]
+    return res
+
+@pytest.mark.parametrize('n,at,more', [(10,3,0), (11,None,1), (20,9,10), (20,10,10), (20,19,10), (11,10,1), (1,0,0), (1000,500,990)])
+def test_the_producer_is_shown_wherever_it_stands(n, at, more):
+    "Of many modules, ten are shown: the producer and those at the top; the rest is counted"
+    r = report(*many(n), producer=None if at is None else f'm{at}')
+    page,left = r._repr_html_(),f"… and {more} more module{'s' if more>1 else ''}, in "
+    names = [f'm{i}' for i in dict.fromkeys([*([] if at is None else [at]), *range(n)])]
+    assert shown(r)==names[:10] and marked(r)==names[:at is not None]
+    assert str(r).splitlines()[-1].startswith('  '+left+'`.table`')==bool(more) and (left+'<code>.table</code>' in page)==bool(more)
+    assert 'and 0 more' not in page+str(r)
+
+@pytest.mark.parametrize('promoted,want', [
+    (['m8'], [8,0,1,2]), (['m8','m2'], [2,8,0,1]), (['m7.'], [7,0,1,2]), (['m5'], [5,0,1,2]), (['box'], [13,14,0,1]), (['box.'], [0,1,2,3]),
+    (['box.a'], [13,0,1,2]), (['m'], [0,1,2,3]), ([''], [0,1,2,3]), (['.'], [15,0,1,2]), ([], [0,1,2,3])])
+def test_what_stays_in_fp32_is_shown(promoted, want):
+    "After the producer, with what is inside, and the one with the least room first"
+    rows = [*many(13), row('box.a', 13.), row('box.b.c', 14.), row('', 15.)]
+    names = [o['module'] or '(the' for o in rows]
+    assert [o.replace('(the model)', '(the') for o in _top(report(*rows, promoted=promoted))]==[names[i] for i in want]
+    assert _top(report(*rows, producer='m11', promoted=promoted))==['m11', *(names[i] for i in want[:3])]
+
+def _top(r): return [o[2:].split()[0] for o in lines(r)[1:5]]
 
 def test_the_index_of_the_table_is_of_no_account():
     r = sample()
@@ -102,41 +129,127 @@ def test_the_index_of_the_table_is_of_no_account():
     shuffled.table.index = [7,7,0,'x']
     assert str(shuffled)==str(r) and shuffled._repr_html_()==r._repr_html_()
 
-optional = dict(inside=5., weight_grad=5., nonfinite=True)
+every = dict(computes='fp32', inside=5., weight_grad=5., flushed=.1, subnormal=.1, nonfinite=True) # something to see in each column
+shared = ['module','type']
+matter = dict(
+    forward=[*shared, 'computes','input','output','inside','bits','nonfinite'],
+    backward=[*shared, 'computes','gradient','weight_grad','bits','flushed','subnormal','nonfinite'],
+    healthy=[*shared, 'computes','output','gradient','bits','flushed'],
+    weights=[*shared, 'input','output','gradient'],
+    divergence=[*shared, 'input','output','gradient','weight_grad'])
+matter |= dict(loss=matter['forward'], scale=matter['backward'], data=matter['weights'])
 
-@pytest.mark.parametrize('column', optional)
+@pytest.mark.parametrize('verdict', matter)
+def test_columns_that_matter(verdict):
+    r = report(row('a', **every), row('b'), verdict=verdict)
+    assert header(r)==Page(r._repr_html_()).rows[0]==matter[verdict] and set(r.table)>set(header(r))
+
+@pytest.mark.parametrize('column', every)
 def test_what_is_empty_is_left_out(column):
     "In the rows that are shown, and no other"
     rows = many(14)
-    def columns():
-        r = report(*rows, producer='m13')
-        shown = lines(r)[0].split()
-        assert shown==Page(r._repr_html_()).rows[0]
-        return set(optional) & set(shown)
-    assert not columns()
-    rows[12][column] = optional[column] # not shown
-    assert not columns()
-    rows[13][column] = optional[column]
-    assert columns()=={column}
+    def columns(verdict):
+        r = report(*rows, producer='m13', verdict=verdict)
+        assert header(r)==Page(r._repr_html_()).rows[0]
+        return set(every) & set(header(r))
+    verdicts = [k for k,v in matter.items() if column in v]
+    assert verdicts and not any(map(columns, verdicts))
+    rows[12][column] = every[column] # not shown
+    assert not any(map(columns, verdicts))
+    rows[13][column] = every[column]
+    assert all(columns(o)=={column} for o in verdicts)
 
-def test_a_batch_without_a_backward_pass():
-    r = report(row('a', gradient=nan, flushed=nan, subnormal=nan))
-    assert lines(r)[0].split()=='module type computes bits input output'.split() and 'gradient' not in Page(r._repr_html_()).rows[0]
+def test_what_says_something_is_shown():
+    "Zeros that are no shares, and a precision that is not the one in question"
+    r = report(row('a', gradient=0., flushed=nan), row('b', gradient=0., flushed=0.), verdict='backward')
+    assert header(r)=='module type gradient bits'.split()
+    assert 'computes' in header(report(row('a', computes='fp32')))
+    for dtype,there in ((torch.float16,True), (torch.bfloat16,False)):
+        assert ('computes' in header(report(row('a', computes='bfloat16'), dtype=dtype)))==there
+
+@pytest.mark.parametrize('verdict', matter)
+def test_a_batch_without_a_backward_pass(verdict):
+    r = report(row('a', gradient=nan, flushed=nan, subnormal=nan), verdict=verdict)
+    assert {*shared}<={*header(r)}<={*shared,'input','output','bits'} and header(r)==Page(r._repr_html_()).rows[0]
+
+# %% long names
+layers = [f'vision_model.encoder.layers.{i}.self_attn.{k}_proj' for i in range(12) for k in 'qkv']
+usual = dict(
+    regnet=[f'trunk_output.block3.block3-{i}.f.{k}' for i in range(9) for k in ('a.0','b.1','se.avgpool','se.fc1')],
+    transformer=layers, timm=[f'stages.2.blocks.{i}.conv_pw' for i in range(27)], short=[f'm{i}' for i in range(30)])
+
+@pytest.mark.parametrize('names', usual.values(), ids=usual)
+@pytest.mark.parametrize('kind', ['Linear','SqueezeExcitation','NonDynamicallyQuantizableLinear'])
+@pytest.mark.parametrize('verdict', matter)
+def test_lines_fit(names, kind, verdict):
+    "About 100 characters, however much is in the table; and what is shown still tells one module from the other"
+    full = dict(input=6.55e-05, output=1.23e+05, gradient=1.23e-10) | every
+    r = report(*(row(n, -12.3, i, type=kind, **full) for i,n in enumerate(names)), verdict=verdict, producer=names[-1])
+    rows,page = lines(r)[1:11],[o[0] for o in Page(r._repr_html_()).rows[1:]]
+    assert max(map(len, rows))<=(110 if kind!='Linear' and verdict in ('backward','scale') else 100)
+    assert len({o[2:].split()[0] for o in rows})==len(set(page))==10
+    assert max(map(len, page))<=42
+    for o,n in zip(rows, [names[-1], *names]): _check_cut(o[2:].split()[0], n)
+    for o,n in zip(page, [names[-1], *names]): _check_cut(o.removeprefix('▶ '), n)
+
+def _check_cut(short, name):
+    head,cut,tail = short.partition('…')
+    assert name.startswith(head) and name.endswith(tail) and bool(cut)==(short!=name) and (not cut or len(tail)>=len(head)), short
+
+def test_names_are_cut_where_a_line_is_too_long_and_not_before():
+    assert _top(report(*map(row, layers)))==layers[:4]
+    for n,length in ((50,78), (72,100), (73,100), (200,100)):
+        text = lines(report(row('a'*n)))
+        assert max(map(len, text))==length and ('…' in text[1])==(n>72)
+
+def test_the_producer_is_found_under_a_short_name():
+    r = report(*(row(n, **every) for n in layers), verdict='backward', producer=layers[20])
+    assert marked(r)[0].endswith('.6.self_attn.v_proj') and '…' in marked(r)[0]
 
 @pytest.mark.parametrize('table', [None, pd.DataFrame([]), pd.DataFrame([row('a')])[:0]], ids=['default','empty','no_rows'])
 def test_no_rows(table):
     "Words only, and an empty picture"
     r = PrecisionReport('weights', 'Not finite.', 'load another', 'a')
     if table is not None: r.table = table
-    assert str(r)=='weights: Not finite.\nRemedy: load another'
+    assert str(r)=='weights: Not finite.\nWhat you can do: load another'
     page = r._repr_html_()
+    assert r.told=='Not finite. What you can do: load another.'
     assert Page(page).tags=={'div','p','b'} and 'Not finite.' in page and 'load another' in page
     assert len(r.plot().patches)==0
     plt.close('all')
 
+# %% what was found, what was done, what you can do
+@pytest.mark.parametrize('remedy,line', [
+    ("keep_fp32=['blocks.3.']", "What you can do: keep_fp32=['blocks.3.']"),
+    ('load a checkpoint from before', 'What you can do: load a checkpoint from before'),
+    ('GradientNormClip, or a lower rate', 'What you can do: GradientNormClip, or a lower rate'),
+    ("To start that way: learn.to_fp16_dynamic(keep_fp32=['a'])", "To start that way: learn.to_fp16_dynamic(keep_fp32=['a'])"),
+    ('Load an earlier one.', 'Load an earlier one.'),
+    ('learn.a()\nlearn.b()', 'What you can do:\nlearn.a()\nlearn.b()'),
+    ('Before you start:\nlearn.a()\nlearn.b()', 'Before you start:\nlearn.a()\nlearn.b()')])
+def test_remedies(remedy, line):
+    "Code and phrases have words in front, sentences are left alone; statements keep their lines"
+    r = sample(remedy=remedy)
+    assert str(r).split('\n\n')[0]=='forward: Found.\n'+line and r.told=='Found. '+line.rstrip('.')+'.'
+    words = r._repr_html_().partition('<div style="overflow')[0].replace('<br>', '\n').replace('</p><p', '</p>\n<p')
+    assert re.sub('<[^>]*>', '', words)=='forward: Found.\n'+line
+
+@pytest.mark.parametrize('words,told', [
+    (('It broke.','It was mended.','Keep it so.'), 'It broke. It was mended. Keep it so.'),
+    (('It broke','It was mended','mend it'), 'It broke. It was mended. What you can do: mend it.'),
+    (('It broke...','','Mend it. '), 'It broke. Mend it.'),
+    (('Is it broken?','a.b now stays in fp32;','') , 'Is it broken? a.b now stays in fp32.'),
+    (('Raises: no!','',"keep_fp32=['.']"), "Raises: no! What you can do: keep_fp32=['.'].")])
+def test_told(words, told):
+    "What a warning says: a sentence each, with one full stop"
+    sentence,done,remedy = words
+    r = sample(sentence=sentence, done=done, remedy=remedy)
+    assert r.told==told and (f'\nDone: {done}\n' in str(r))==('<b>Done</b>: '+done in r._repr_html_())==bool(done)
+
 def test_nothing_to_do():
     r = sample(verdict='healthy', producer=None)
-    assert 'Remedy' not in str(r) and 'Remedy' not in r._repr_html_() and not marked(r) and '▶' not in r._repr_html_()
+    for o in (str(r), r._repr_html_(), r.told): assert 'Done' not in o and 'What you' not in o and 'None' not in o and '▶' not in o
+    assert not marked(r) and r.told=='Found.'
 
 def test_pandas_options_change_nothing():
     r = report(*many(13), row('m13', type='T'*99, bits=0.123), producer='m13')
@@ -153,12 +266,12 @@ def test_it_can_be_pickled():
 nasty = '<b onclick="x()">&\'</b>'
 
 def test_everything_is_escaped():
-    words = dict(sentence=f'{nasty} `{nasty}`', remedy=f'keep_fp32=[{nasty!r}]')
-    r = report(row(nasty, type=nasty, computes=nasty, flushed=1e-5), producer=nasty, **words)
+    words = dict(sentence=f'{nasty} `{nasty}`', done=f'{nasty} learn.{nasty}()', remedy=f'keep_fp32=[{nasty!r}]')
+    r = report(row(nasty, type=nasty[:18], computes=nasty, flushed=1e-5), verdict='backward', producer=nasty, **words)
     html = r._repr_html_()
     page = Page(html)
     assert page.tags=={'div','p','b','code','style','table','thead','tbody','tr','th','td'} and '<b o' not in html
-    assert page.rows[1][:3]==['▶ '+nasty, nasty, nasty] and '<0.01%' in page.rows[1] and '&lt;0.01%' in html
+    assert page.rows[1][:3]==['▶ '+nasty, nasty[:18], nasty] and '<0.01%' in page.rows[1] and '&lt;0.01%' in html
 
 @pytest.mark.parametrize('text,html', [
     ("`exp` in a (B) gives `inf`", "<code>exp</code> in a (B) gives <code>inf</code>"),
@@ -167,6 +280,9 @@ def test_everything_is_escaped():
     ("use init_scale=0.5.", "use <code>init_scale=0.5</code>."),
     ("`to_fp16_dynamic(keep_fp32=['a'])` says so", "<code>to_fp16_dynamic(keep_fp32=['a'])</code> says so"),
     ("a < b & `c<d`", "a &lt; b &amp; <code>c&lt;d</code>"),
+    ("Now: learn.a(b=['a'], (1,)) (or not)", "Now: <code>learn.a(b=['a'], (1,))</code> (or not)"),
+    ("learn.a()\nlearn.b()", "<code>learn.a()</code><br><code>learn.b()</code>"),
+    ("learn.diagnose_fp16 (see there)", "learn.diagnose_fp16 (see there)"),
     ("one ` alone", "one ` alone")])
 def test_as_html(text, html):
     assert as_html(text)==html
@@ -188,14 +304,26 @@ def test_colors_suit_light_and_dark_pages(verdict):
 
 def bars(r):
     "How far the bar of each row reaches, in percent"
+    col = header(r).index('bits')
     found = re.findall(r'([^{}]*)\{\s*background: linear-gradient\(90deg, rgba\([^)]*\) ([\d.]+)%', r._repr_html_())
-    at = {int(i): float(width) for cells,width in found for i in re.findall(r'row(\d+)_col3', cells)}
+    at = {int(i): float(width) for cells,width in found for i in re.findall(rf'row(\d+)_col{col}\b', cells)}
     return [at.get(i, 0.) for i in range(len(r.table))]
 
 @pytest.mark.parametrize('dtype,top', [(torch.float16,16), (torch.bfloat16,128)])
 def test_bars_are_as_long_as_the_room_that_is_left(dtype, top):
     bits = [-math.inf,-3.,0.,top/8,top/2,float(top),2.*top,math.inf]
     assert bars(report(*(row(f'm{i}', b) for i,b in enumerate(bits)), dtype=dtype))==pytest.approx([0,0,0,12.5,50,100,100,100], abs=0.1)
+
+@pytest.mark.parametrize('verdict', ['data','weights','divergence'])
+def test_without_bits_there_are_no_bars(verdict):
+    assert 'gradient(' not in sample(verdict=verdict)._repr_html_()
+
+def test_a_narrow_page_scrolls():
+    "The table, whose cells have one line each, within at most 1280 pixels; words are broken anywhere"
+    page = sample()._repr_html_()
+    assert re.search(r'^<div style="[^"]*overflow-wrap:anywhere">', page)
+    box, = re.findall(r'<div style="overflow-x:auto;max-width:1280px">(.*?)</div>', page, re.S)
+    assert box.count('<table')==page.count('<table')==1 and re.findall(r'(t[dh]) \{\s*white-space: nowrap;', box)==['th','td']
 
 def test_html_is_the_same_in_another_process():
     code = "import sys,pickle; sys.stdout.buffer.write(pickle.load(sys.stdin.buffer)._repr_html_().encode())"

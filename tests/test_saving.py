@@ -127,7 +127,7 @@ def test_killed_and_resumed_in_a_new_process(tmp_path):
         return subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd='tests').returncode
     through,broken = tmp_path/'through',tmp_path/'broken'
     whole = fit(resumable(through), 4).mixed_precision
-    assert whole.history.loss_scale.nunique()>2 and (whole.history.reruns>0).any() and whole.promoted==['4'] and whole.n_skipped==3
+    assert whole.history.loss_scale.nunique()>1 and (whole.history.reruns>0).any() and whole.promoted==['4'] and whole.n_skipped==3
     assert process('start_and_die', broken)==-signal.SIGKILL and not (broken/'models/model_2.pth').exists()
     assert process('go_on', broken)==0
     go_on(broken) # once more from the same checkpoint, which the skipped epochs have saved again

@@ -78,8 +78,11 @@ fine,overflow,broken = Outcome.fine,Outcome.overflow,Outcome.broken
 
 @pytest.mark.parametrize('attrs,outcomes,nexts', [
     (dict(floor=1.), [broken], [Next.diagnose]), # a forward pass: no scale is tried
-    (dict(floor=1.), [broken,broken,broken], [Next.diagnose,Next.diagnose,Next.skip]), # what the first one mended may uncover another fault
-    (dict(floor=2.**10, looks=2), [overflow], [Next.skip]),
+    (dict(floor=1.), [broken,broken,broken], [Next.diagnose,Next.diagnose,Next.fp32]), # what the first one mended may uncover another fault
+    (dict(floor=2.**10, looks=2), [overflow], [Next.fp32]),
+    (dict(floor=2.**10, looks=2, mends=False), [overflow], [Next.skip]),
+    (dict(in_fp32=True, fp32_counts=True), [fine], [Next.step]),
+    (dict(in_fp32=True, fp32_counts=True), [broken], [Next.skip]),
     (dict(), [overflow], [Next.diagnose]), # bf16
     (dict(static=True), [overflow], [Next.skip]),
     (dict(static=True), [broken], [Next.diagnose]), # that is not the scale's fault
@@ -95,7 +98,7 @@ fine,overflow,broken = Outcome.fine,Outcome.overflow,Outcome.broken
     (dict(asks_first=True, floor=1.), [fine], [Next.step])])
 def test_what_comes_next(attrs, outcomes, nexts): assert again(StepRecord(**attrs), *outcomes)==nexts
 
-def test_a_step_in_fp32_is_never_taken():
+def test_a_step_of_the_fp32_reference_is_never_taken():
     for outcome in Outcome:
         for lost in (False,True): assert what_next(StepRecord(1., in_fp32=True, lost=lost), outcome)[0] in (Next.skip,Next.diagnose)
 
