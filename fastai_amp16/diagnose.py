@@ -328,11 +328,22 @@ def _alike(case, new):
     return [o for o in names if _likeness(case, o)==_likeness(case, new)]
 
 # %% ../nbs/12_diagnose.ipynb #be3dd157
+_rounds,_tests = 8,6 # of looks for what is at fault; of runs to give back what is not needed, at least
+
+@dataclass
+class _Reason:
+    "Why something stays in fp32"
+    phase:str # As of `faults`
+    frame:object # As of `faults`; `None`: no place can be named
+    half:Watch # The run in which that was seen
+    scale:float # Its loss scale
+    alike:bool = False # Is it only like what was at fault?
+
 class _Search:
-    "What has to stay in fp32 so that the batch of `case` goes well"
+    "What has to stay in fp32 so that the batch of `case` goes well: `kept`, with the `_Reason` of each"
     def __init__(self, case):
         # at the lowest loss scale, no gradient is to blame that another scale would do for
-        self.case,self.low,self.kept,self.alike,self.why,self.back = case,case.lowest,[],[],{},1
+        self.case,self.low,self.kept,self.back = case,case.lowest,{},1
 
     def add(self, half, scale, alike):
         "Keep what is at fault in the run `half` at `scale`, and with `alike` whatever is like it; is there anything?"
@@ -350,22 +361,17 @@ class _Search:
         for name,(frame,*_) in by_name.items():
             new = next((o for o in _ladder(case, name) if not _covers(kept, o)), None)
             if not new: continue # everything is the last resort
-            if new in self.alike: self.alike.remove(new) # it is at fault itself
-            for o in (new, *(_alike(case, new) if alike or half.error is not None else ())):
-                if _covers(self.kept, o): continue
-                self.keep(o, phase, frame, half, scale)
-                if o!=new: self.alike.append(o)
-
-    def keep(self, o, *why):
-        self.kept.append(o)
-        self.why[o] = why
+            why = _Reason(phase, frame, half, scale)
+            if not _covers(self.kept, new) or new in self.kept and self.kept[new].alike: self.kept[new] = why
+            for o in _alike(case, new) if alike or half.error is not None else ():
+                if not _covers(self.kept, o): self.kept[o] = _Reason(phase, frame, half, scale, alike=True)
 
     def add_before(self, phase, half, scale):
         "Where no place can be named: what ran last, then twice as much, and so on; at last everything"
         ran = dict.fromkeys(f.name for f,where,_ in reversed(half.events or self.case.fp32.events) if where=='out' and f.name!=loss_name)
         todo = [o for name in ran if (o:=next(_ladder(self.case, name))) and not _covers(self.kept, o)]
         frame = next((f for f in half.frames if f.name==loss_name), None) if phase=='loss' else None
-        for o in todo[:self.back] or ([] if '' in self.kept else ['']): self.keep(o, phase, frame, half, scale)
+        for o in todo[:self.back] or ([] if '' in self.kept else ['']): self.kept[o] = _Reason(phase, frame, half, scale)
         self.back *= 2
 
     def run(self):
@@ -375,9 +381,9 @@ class _Search:
             if half.error is None and case.is_sound(scale=self.low): return True
             scale = max(self.low, min(scale, 2.**case.largest_scale(half)))
         for i in range(_rounds):
-            if i or scale<case.scale: half = case.run(self.kept, scale, reference=case.fp32)
+            if i or scale<case.scale: half = case.run(list(self.kept), scale, reference=case.fp32)
             if not self.add(half, scale, i>0): return False
-            if case.is_sound(self.kept, self.low): return True
+            if case.is_sound(list(self.kept), self.low): return True
             scale = max(self.low, min(scale, 2.**case.largest_scale(half)))
         return False
 
@@ -385,11 +391,17 @@ class _Search:
         "How many are in `o`, as `keep_fp32` takes it?"
         return 0 if o.endswith('.') else sum(p.numel() for p in self.case.model.get_submodule(o).parameters())
 
+    def without(self, names):
+        "Does the batch go well without `names`? Then they are given back"
+        rest = {o: why for o,why in self.kept.items() if o not in names}
+        if sound := self.case.is_sound(list(rest), self.low): self.kept = rest
+        return sound
+
     def drop(self):
         "Give back what is not needed, by halves"
         tests = _tests+3*math.log2(len(self.kept)) # runs, which need not prove each of a hundred that were all at fault
-        accused = [o for o in self.kept if o not in self.alike]
-        if self.alike and self.case.is_sound(accused, self.low): self.kept = accused
+        only_alike = [o for o,why in self.kept.items() if why.alike]
+        if only_alike: self.without(only_alike)
         alike = groupby(self.kept, partial(_likeness, self.case))
         todo = [sorted(alike.values(), key=lambda os: sum(map(self.weights, os)))] # lists of which each has something that is needed
         while todo and tests>0:
@@ -397,14 +409,9 @@ class _Search:
             if len(groups)==1: groups = [[o] for o in groups[0]]
             halves = [groups[len(groups)//2:],groups[:len(groups)//2]] if len(groups)>1 else [] # what holds more weights goes first
             for half in halves:
-                rest = [o for o in self.kept if not any(o in g for g in half)]
                 tests -= 1
-                if self.case.is_sound(rest, self.low):
-                    self.kept = rest
-                    break # then the other half is needed
+                if self.without(sum(half, [])): break # then the other half is needed
             todo += [half for half in halves if half[0][0] in self.kept]
-
-_rounds,_tests = 8,6
 
 def _joined(case, promoted):
     "With the name of a module in place of its own code and all its children; in the order of the model"
@@ -418,14 +425,14 @@ def _joined(case, promoted):
 # %% ../nbs/12_diagnose.ipynb #129e4c6c
 def heal(
     case:Case # What `diagnose` has judged
-) -> tuple|None: # What to keep in fp32 besides, as `keep_fp32` takes it; the loss scale that fits; why. `None` if nothing helps
+) -> tuple|None: # What to keep in fp32 besides, as `keep_fp32` takes it; the loss scale that fits; a dict of why. `None`: nothing helps
     "What makes the batch of `case` finite when it computes in fp32, and of which nothing can be dropped, proved by running it"
     search = _Search(case)
     if not search.run(): return
     if search.kept: search.drop()
-    scale = scale_that_fits(case, search.kept)
-    why = [(o, *search.why[o], o in search.alike) for o in sorted(search.kept, key=lambda o: o in search.alike)]
-    return scale and (_joined(case, search.kept),scale,why)
+    scale = scale_that_fits(case, list(search.kept))
+    why = dict(sorted(search.kept.items(), key=lambda o: o[1].alike))
+    return scale and (_joined(case, list(why)),scale,why)
 
 # %% ../nbs/12_diagnose.ipynb #c66e0f31
 def _scale_report(case, scale):
@@ -478,26 +485,25 @@ def _unseen(case, half, phase):
 
 def _others(case, why):
     "What stays in fp32 besides the first, and why, in words"
-    (one,*_),*rest = why
-    alike = [o for o,*_,only_alike in rest if not only_alike and _likeness(case, o)==_likeness(case, one)]
+    one,*rest = why
+    alike,kind = [o for o in rest if not why[o].alike and _likeness(case, o)==_likeness(case, one)],case.kind
     res = f"; the same goes for {len(alike)} more like it" if alike else ''
-    kind = case.kind
     reasons = dict(forward=f'{kind} cannot hold the numbers of {{}} either', backward=f'{kind} cannot hold the gradients of {{}} either',
                    loss='the predictions are those of {}', alike='the batch needs {} in fp32, too')
-    for phase,os in groupby((o for o in rest if o[0] not in alike), lambda o: 'alike' if o[-1] else o[1]).items():
-        res += '; '+reasons[phase].format(in_words([o[0] for o in os]))
+    for phase,os in groupby((o for o in rest if o not in alike), lambda o: 'alike' if why[o].alike else why[o].phase).items():
+        res += '; '+reasons[phase].format(in_words(os))
     return res
 
 def _explained(case, why, plain):
-    "The report on a fault of half precision: `why` has what stays in fp32, with the phase, the frame, the run and the loss scale"
-    _,phase,frame,half,scale,_ = why[0]
-    if frame is None: return _unseen(case, plain, phase)
-    frame = _operation(case, phase, frame, half)
-    text,spoilt = _said(case, phase, frame, half, scale),case.spoilt(plain)
+    "The report on a fault of half precision: `why` has what stays in fp32, with the `_Reason` of each"
+    r = first(why.values())
+    if r.frame is None: return _unseen(case, plain, r.phase)
+    frame = _operation(case, r.phase, r.frame, r.half)
+    text,spoilt = _said(case, r.phase, frame, r.half, r.scale),case.spoilt(plain)
     text = text[:-1]+_others(case, why)+'.'
     if spoilt and plain.finite: text += f" The loss is finite, but {listed(spoilt)} is not any more, which goes to the next batch."
     elif case.silent: text += " The code around makes finite numbers of that, wrong ones, and nothing else gives a sign."
-    return PrecisionReport(phase, re.sub('^the', 'The', text), producer=None if frame.name==loss_name else frame.name, op=frame.op)
+    return PrecisionReport(r.phase, re.sub('^the', 'The', text), producer=None if frame.name==loss_name else frame.name, op=frame.op)
 
 # %% ../nbs/12_diagnose.ipynb #f52a50a2
 def diagnose(
@@ -528,10 +534,9 @@ def _judged(case):
     # what the reference has mended may do no harm
     plain = case.run(modules=False) if half.error is None and faults(half, case.fp32) else half
     def deviates(run): return deviation(run.pred, case.fp32.pred)>wrong
-    # predictions that differ from run to run tell nothing
-    def is_silent(): return bool(case.spoilt(plain)) or deviates(plain) and not deviates(case.run_fp32(modules=False))
     def found_silent():
-        case.silent = is_silent()
+        # predictions that differ from run to run tell nothing
+        case.silent = bool(case.spoilt(plain)) or deviates(plain) and not deviates(case.run_fp32(modules=False))
         res = case.faults(half)
         case.silent = case.silent and any(phase!='backward' for phase,_ in res) # there must be a place
         return res
@@ -543,7 +548,7 @@ def _judged(case):
         if not case.silent: return _scale_report(case, healed[1])
         healed = heal(case)
     phase,frame = found[0] if found else ('backward',None)
-    report = _explained(case, healed[2] if healed else [(None,phase,frame,half,case.scale,False)], plain)
+    report = _explained(case, healed[2] if healed else {None: _Reason(phase, frame, half, case.scale)}, plain)
     if healed:
         report.promoted,report.new_scale,_ = healed
         report.remedy = f"keep_fp32=[{', '.join(map(repr, report.promoted))}]"

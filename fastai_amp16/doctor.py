@@ -15,7 +15,7 @@ from fastai.basics import *
 from fastai.callback.channelslast import ChannelsLast
 from .nested import half_types,tensors
 from .precision import convs,unwrap
-from .report import as_html,colors,listed,styler
+from .report import as_html,colors,keep_code,listed,styler
 from .rerun import loss_name
 from .diagnose import diagnose,is_bad
 from .callback import emulates_bf16
@@ -24,11 +24,6 @@ from .learner import looking,running,training_case
 # %% ../nbs/18_doctor.ipynb #086315b4
 _colors = dict(error='red', warning='amber', speed='blue', info='grey')
 _severities = dict(error='will fail', warning='may fail or be wrong', speed='slower than it could be', info='good to know')
-
-def _keep_code(names, dtype):
-    "The call that keeps all `names` in fp32: a second one would take the place of the first"
-    names = [n for n in dict.fromkeys(names) if not any(n!=o and n.startswith(o+'.') for o in names)] # what is inside is kept as well
-    return f"learn.to_{'bf' if dtype==torch.bfloat16 else 'fp'}16_dynamic(keep_fp32=[{', '.join(map(repr, names))}])"
 
 @dataclass
 class Finding:
@@ -60,10 +55,10 @@ class Checkup(list):
         for (severity,fact,remedy),os in groups.items():
             module,*others = dict.fromkeys(n for o in os for n in (o.module,*o.others))
             keep = list(dict.fromkeys(n for o in os for n in o.keep))
-            self.append(Finding(severity, module, fact, remedy.replace('{keep}', _keep_code([*kept,*keep], dtype)), keep, others))
+            self.append(Finding(severity, module, fact, remedy.replace('{keep}', keep_code([*kept,*keep], dtype)), keep, others))
         self.sort(key=lambda o: list(_severities).index(o.severity))
         self.report,keep = report,list(dict.fromkeys(n for o in self for n in o.keep))
-        self.remedy = _keep_code([*kept,*keep], dtype) if keep else ''
+        self.remedy = keep_code([*kept,*keep], dtype) if keep else ''
         if any(self.remedy in o.remedy for o in self): self.remedy = '' # for all at once, where one finding does not say that
 
     @property

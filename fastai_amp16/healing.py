@@ -13,7 +13,7 @@ from .precision import as_list,find_modules,unwrap
 from .entry import Entry
 from .step import Next,Outcome,StepRecord
 from .rerun import Attempt,Batches
-from .report import in_words
+from .report import in_words,keep_code
 from .diagnose import Case,find,merged
 
 # %% ../nbs/14_healing.ipynb #0ae4e81e
@@ -100,17 +100,16 @@ def examine(self:Healing,
     healed = self.on_spiral=='heal' and any(o.healed for o in found)
     lost = any(o.report and o.report.verdict in ('weights','data','divergence') for o in found)
     raised = [f"Rank {i} raised {o.raised}" for i,o in enumerate(found) if o.raised]
-    failures,making.failed = [o.failure for o in found if o.failure],False
-    can = all(o.fp32_can for o in found)
+    failures,can = [o.failure for o in found if o.failure],all(o.fp32_can for o in found)
+    making.failed = bool(failures)
     for o in failures:
-        making.failed = True
         self.say_once(f"A batch overflowed in {self.amp_mode.value}, and its diagnosis failed: {o}. "
                       f"{'It is computed in fp32 instead' if can and self.on_spiral=='heal' else 'Its step is skipped'}.")
     quiet = ('healthy',) if self.training else ('healthy','weights','data','divergence')
     reports = merged([o.report if o.report and o.report.verdict not in quiet else None for o in found])
     if raised and reports and not self.repeats(f): reports,healed = [],False
     self.reports += reports
-    what,scale = self.after_look(reports, healed, lost or not can, any(o.silent for o in found), bool(raised))
+    what,scale = self.after_look(reports, healed, lost, can, any(o.silent for o in found), bool(raised))
     if healed: self.promote(reports)
     self.tell([r for r in reports if r.verdict!='scale'], what)
     if what is None and making.error is None: raise RuntimeError(raised[0])
@@ -141,9 +140,8 @@ def promote(self:Healing,
     self.promoted = list(dict.fromkeys([*self.promoted, *(p for r in reports for p in r.promoted)]))
     self.plan = None
     self.ready(self.making.batches.entry)
-    call = f"learn.to_{self.amp_mode.value}_dynamic(keep_fp32=[{', '.join(map(repr, self.names()))}])"
     for r in reports:
-        if r.promoted: r.remedy = f"To start that way: {call}."
+        if r.promoted: r.remedy = f"To start that way: {keep_code(self.names(), self.dtype)}."
 
 @patch
 def say_once(self:Healing,
@@ -173,6 +171,7 @@ def after_look(self:Healing,
     reports, # Of `PrecisionReport`
     healed, # Does something help?
     lost, # Could fp32 not do it either?
+    can, # Can the batch run in fp32, as far as is known?
     silent, # Were predictions wrong without a sign?
     raised # Has the batch raised something?
 ):
@@ -182,7 +181,7 @@ def after_look(self:Healing,
     if healed: record.mended()
     if healed or any(r.verdict=='scale' for r in reports): return Next.again,scale
     at_fault = reports or making.failed or record.looks>1
-    if not lost and at_fault and self.on_spiral=='heal' and not silent: return Next.fp32,scale
+    if can and not lost and at_fault and self.on_spiral=='heal' and not silent: return Next.fp32,scale
     # an infinity that fp32 has as well is meant: from now on the loss decides
     if not lost and not reports: making.batches.model_state.watched = []
     if not lost and silent: pass # wrong, but finite: the step is taken

@@ -43,8 +43,9 @@ def _measure(t, dtype=None):
     "Of `t`: how many numbers are not finite, the largest, how many are not 0, and how many of all are 0 or subnormal in `dtype`"
     a = t.detach()
     if a.is_sparse: a = a.coalesce().values()
-    if a.numel()>_at_once and a.dim():
-        parts = [_measure(o, dtype) for o in (a.split(max(1, _at_once*len(a)//a.numel())) if len(a)>1 else a[0].split(_at_once))]
+    if a.numel()>_at_once:
+        a = a.squeeze() # or it could not be split along the first dimension
+        parts = [_measure(o, dtype) for o in a.split(max(1, _at_once*len(a)//a.numel()))]
         return [torch.stack(o).amax() if i==1 else torch.stack(o).sum() for i,o in enumerate(zip(*parts))]
     a = a.abs()
     if a.dtype in half_types: a = a.float()

@@ -20,6 +20,19 @@ class Do(nn.Module):
     def forward(self, x): return self.f(x)
 
 def times_and_back(x): return x*1e6*1e-6
+def small_root(x): return torch.sqrt((x*1e-5)**2+1e-12)*1e5
+def masked_fill(x): return x.masked_fill(x>1, -1e9).clamp(min=-1)
+
+class Called(nn.Module):
+    "Four blocks of a layer and a function, which is `f` in two of them; `around(block, x)` calls each"
+    def __init__(self, f, around):
+        super().__init__()
+        self.inp,self.out,self.around = nn.Linear(8,16),nn.Linear(16,1),around
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16,16), Do(f if i in (1,3) else torch.relu)) for i in range(4)])
+    def forward(self, x):
+        x = self.inp(x)
+        for b in self.blocks: x = self.around(b, x)
+        return self.out(x)
 
 def mse(p, t): return nn.functional.mse_loss(p, t)/16 # small enough for a loss scale of 2**16
 

@@ -10,7 +10,7 @@ from fastai_amp16.ranks import Ranks
 from fastai_amp16.report import PrecisionReport
 from fastai_amp16.rerun import Batches
 from fastai_amp16.snapshot import LearnerState,ModelState
-from common import Do,between,equal,learner,mse,state,times_and_back
+from common import Called,Do,between,equal,learner,masked_fill,mse,small_root,state,times_and_back
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
 
@@ -33,8 +33,6 @@ def case(model, x=None, y=None, loss_func=None, scale=2.**16, min_scale=2.**-14,
         learn.loss = learn.loss_grad.detach().clone()
         if batches.attempt.backward: (learn.loss_grad*batches.attempt.scale).backward()
     return Case(batches, one_batch, keep_fp32, dtype, scale, min_scale)
-
-def small_root(x): return torch.sqrt((x*1e-5)**2+1e-12)*1e5
 
 def with_nan(t, *at):
     t = t.clone()
@@ -68,8 +66,6 @@ def rms(x):
     return x*torch.rsqrt((x*x).mean(-1, keepdim=True))
 
 def norm_of_zero(x): return x*torch.sqrt((x*0).pow(2).sum())
-
-def masked_fill(x): return x.masked_fill(x>1, -1e9).clamp(min=-1)
 
 class Never(nn.Module):
     "A loss function that divides by 0"
@@ -409,17 +405,8 @@ def test_what_overflows_before_something_else_raises_is_not_said_to_raise():
 @pytest.mark.parametrize('reentrant', [True,False])
 def test_a_checkpoint_changes_no_verdict(f, reentrant):
     "A reentrant one runs everything twice, the second time from the end"
-    class Model(nn.Module):
-        def __init__(self, around):
-            super().__init__()
-            self.inp,self.out,self.around = nn.Linear(8,16),nn.Linear(16,1),around
-            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16,16), Do(f if i in (1,3) else torch.relu)) for i in range(4)])
-        def forward(self, x):
-            x = self.inp(x)
-            for b in self.blocks: x = self.around(b, x)
-            return self.out(x)
     def told(around):
-        r = diagnose(case(lambda: Model(around)))
+        r = diagnose(case(lambda: Called(f, around)))
         return r.told,r.producer,r.op,r.promoted,r.new_scale
     plain = told(lambda b, x: b(x))
     assert told(partial(checkpoint, use_reentrant=reentrant))==plain and plain[3]==['blocks.1.1','blocks.3.1']

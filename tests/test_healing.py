@@ -10,13 +10,12 @@ from fastai_amp16 import diagnose,healing
 from fastai_amp16.learner import training_case
 import hostile
 from hostile import bad_samples,hopeless,plain_fp16,zoo
-from common import Detour,Do,Poison,between,clean,fit,learner,times_and_back,weights
+from common import Called,Detour,Do,Poison,between,clean,fit,learner,masked_fill,small_root,times_and_back,weights
 
 quiet = pytest.mark.filterwarnings('ignore::UserWarning')
 floor = 0.01 # of figures that are 1 at best: two or three of 256 samples, which rounding alone moves where all seeds of fp32 agree
 
 def large_and_back(x): return x*200/200
-def masked_fill(x): return x.masked_fill(x>1, -1e9).clamp(min=-1)
 
 def all_taken(learn):
     "Has each batch made its step?"
@@ -267,20 +266,11 @@ def test_own_code_may_use_the_weights_of_its_layers():
     for p,q in zip(weights(learn), weights(run(Learner.to_fp32))): torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-2)
 
 @quiet
-@pytest.mark.parametrize('f', [times_and_back, lambda x: torch.sqrt((x*1e-5)**2+1e-12)*1e5], ids=['forward','backward'])
+@pytest.mark.parametrize('f', [times_and_back, small_root], ids=['forward','backward'])
 def test_checkpoints_of_both_kinds_heal_alike(f):
     "No step is skipped, and reports, runs and losses are those of a fit without checkpoints"
-    class Model(nn.Module):
-        def __init__(self, around):
-            super().__init__()
-            self.inp,self.out,self.around = nn.Linear(8,16),nn.Linear(16,1),around
-            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16,16), Do(f if i in (1,3) else torch.relu)) for i in range(4)])
-        def forward(self, x):
-            x = self.inp(x)
-            for b in self.blocks: x = self.around(b, x)
-            return self.out(x)
     def run(around):
-        learn = fit(learner(lambda: Model(around)).to_fp16_dynamic())
+        learn = fit(learner(lambda: Called(f, around)).to_fp16_dynamic())
         mp = learn.mixed_precision
         assert all_taken(learn) and len(mp.history)==8
         losses = [o.item() for o in learn.recorder.losses]
@@ -311,6 +301,21 @@ def test_what_is_blamed_is_kept_where_a_range_passes_65504(by, kept):
     names = [n for n in ('0','2','4','5') if f'{n} (' in msgs[0]]
     assert names==[kept] and [r.producer for r in mp.reports if r.promoted]==[kept]
     assert learn.recorder.values[-1][1]==pytest.approx(fit(make().to_fp32()).recorder.values[-1][1], rel=0.01)
+
+def test_a_batch_that_raises_in_fp32_only_is_skipped_as_told():
+    "It overflows in half precision, and fp32, which could tell why, raises: the fit goes on"
+    def only_half(x):
+        if x.dtype==torch.float32: raise ValueError('not in fp32')
+        return large_and_back(x)
+    class Large(Callback):
+        order,run_valid = 5,False
+        def before_batch(self):
+            if self.train_iter==2: self.learn.xb = (self.x*1e3,)
+    learn,msgs = said(lambda: learner(between(Do(only_half)), cbs=Large()))
+    mp = learn.mixed_precision
+    assert mp.history.skipped.tolist()==[i==2 for i in range(8)] and mp.promoted==[]
+    why = "in fp32 the batch raises ValueError (not in fp32)"
+    assert msgs==[f"A batch overflowed in fp16, and its diagnosis failed: {why}. Its step is skipped."]
 
 @pytest.mark.parametrize('name', ['_table','heal','faults','_said'])
 def test_a_diagnosis_that_fails_does_not_lose_the_batch_and_says_why(name, monkeypatch):
