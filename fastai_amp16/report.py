@@ -86,7 +86,7 @@ class PrecisionReport:
     these, with gradients multiplied by the loss scale. `flushed` and `subnormal` are the shares, from 0 to 1, of the nonzero gradient
     that become 0 or lose digits at that scale. `computes` is 'fp32', 'float16' or 'bfloat16'. `nonfinite` is true if half precision gives
     infinities or NaNs where fp32 does not. `order` counts modules in the order they ran. NaN stands for what was not measured."""
-    verdict:str # 'healthy', 'weights', 'data', 'divergence', 'scale', 'forward', 'backward' or 'loss'
+    verdict:str # 'healthy', 'weights', 'data', 'loss_func', 'divergence', 'scale', 'forward', 'backward' or 'loss'
     sentence:str # The cause, in words
     remedy:str = '' # What you can do, in words or as code
     producer:str = None # Dotted name of the module at fault; '' is the model itself, `None`: no module is
@@ -100,6 +100,11 @@ class PrecisionReport:
     done:str = '' # What was done about it, in a sentence
 
     @property
+    def fp32_fails(self) -> bool:
+        "Can fp32 not learn from the batch either?"
+        return self.verdict in ('weights','data','loss_func','divergence')
+
+    @property
     def told(self) -> str:
         "The cause, what was done and what you can do, one sentence each: what a warning says"
         return ' '.join(_stopped(o) for o in (self.sentence, self.done, _advice(self.remedy)) if o)
@@ -111,7 +116,7 @@ _why = dict(
     healthy='computes output gradient bits flushed',
     data='input output gradient', # at fault in any precision
     divergence='input output gradient weight_grad')
-_why.update(loss=_why['forward'], scale=_why['backward'], weights=_why['data'])
+_why.update(loss=_why['forward'], scale=_why['backward'], weights=_why['data'], loss_func=_why['data'])
 _columns = {k: ['module', 'type', *v.split()] for k,v in _why.items()} # by verdict, in the order they are shown
 _most_rows,_longest_type = 10,18 # characters
 

@@ -42,7 +42,7 @@ class DynamicScaler(GradScaler):
         backoff_factor:float=.5, # Multiplies the scale at an overflow
         growth_interval:int=500, # Steps in a row without overflow until the scale grows
         hysteresis:int=1, # Back off at this overflow (1: the first) and at each one after it; growth fills the tolerance up again
-        min_scale:float=2.**-14, # Floor: at least 2**-126, below which fp32 cannot hold the inverse
+        min_scale:float=2.**-24, # Floor: at least 2**-126, below which fp32 cannot hold the inverse
         max_scale:float=2.**24, # Ceiling: `math.inf` for none
         dynamic:bool=True, # `False`: static loss scaling, the scale stays at `init_scale`
         enabled:bool=True # `False`: the scale is 1 and nothing is scaled, as in `torch.amp.GradScaler`

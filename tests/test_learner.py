@@ -10,9 +10,10 @@ from fastai.basics import Callback,DataLoader,DataLoaders,Learner,load_learner,n
 from fastai.callback.mixup import MixUp
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import LMDataLoader,LMTensorText
-import fastai_amp16.diagnose,fastai_amp16.learner,fastai_amp16.rerun,fastai_amp16.snapshot
+import fastai_amp16.case,fastai_amp16.diagnose,fastai_amp16.learner,fastai_amp16.rerun,fastai_amp16.snapshot
 from fastai_amp16.all import AdamW16,PrecisionReport
-from fastai_amp16.diagnose import diagnose,heal
+from fastai_amp16.diagnose import diagnose
+from fastai_amp16.remedy import heal
 from fastai_amp16.learner import looking,training_case,unchanged
 import hostile
 from common import Do,between,clean,equal,fit,learner,mse,state,times_and_back,weights
@@ -113,7 +114,7 @@ def test_a_ctrl_c_at_any_line_leaves_no_trace():
     So none comes between a block and what the end of its `with` or `finally` calls: these lines are left out."""
     learn,b = with_gradients()
     learn.model.sn,learn.model.rnn = nn.Linear(16,16),Both() # fewer lines
-    ours = {m.__file__ for m in (fastai_amp16.learner,fastai_amp16.rerun,fastai_amp16.snapshot,fastai_amp16.diagnose)}
+    ours = {m.__file__ for m in (fastai_amp16.learner,fastai_amp16.rerun,fastai_amp16.snapshot,fastai_amp16.case,fastai_amp16.diagnose)}
     left_out = {(f,i) for f in ours for i,l in enumerate(linecache.getlines(f), 1) if l.strip().startswith(('with ','finally'))}
     before,n = everything(learn),0
     def run(k):

@@ -216,7 +216,7 @@ def test_static_and_disabled_take_no_scale_over(halvings):
 def test_update_before_anything():
     with pytest.raises(RuntimeError, match='step()'): DynamicScaler('cpu').update()
 
-bad = dict(init_scale=[0, -1., math.inf, math.nan, 'big', 2.**30, 2.**-20], min_scale=[0, -1, 2.**-130], max_scale=[0],
+bad = dict(init_scale=[0, -1., math.inf, math.nan, 'big', 2.**30, 2.**-30], min_scale=[0, -1, 2.**-130], max_scale=[0],
            growth_factor=[1, math.inf], backoff_factor=[1, 0, -1], growth_interval=[0, 2.5], hysteresis=[0, None])
 
 @pytest.mark.parametrize('kw', [*({k:v} for k,vs in bad.items() for v in vs), dict(min_scale=4., max_scale=2.)], ids=str)
