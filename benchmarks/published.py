@@ -148,13 +148,13 @@ def feed_forward(**tops): return peaks({f'{layer}.{k}': v for k,v in tops.items(
 def fc2(top): return peaks({'body.encoder.layers.1.fc1': 180, 'body.encoder.layers.1.fc2': top})
 def q_and_k(name, value=320, **rows): return offset({f'{name}.{k}': v for k,v in rows.items()}, value)
 
-# where: what reports have to name, the module and the operation in it, as patterns
+# where: what reports have to name, the module and the operation in its own code, as patterns; torch's modules have no code of their own to name
 Failure = namedtuple('Failure', 'link says where make fault data lr', defaults=(nothing,hostile.sentences,1e-3))
 failures = {
     'T5': Failure(f'{hub}/huggingface/transformers/issues/5651', '`wo` of a feed-forward layer gives 66246',
-        (r'.*\.DenseReluDense\.wo','linear'), t5('T5EncoderModel'), feed_forward(wi=180, wo=2e5)),
+        (r'.*\.DenseReluDense\.wo',''), t5('T5EncoderModel'), feed_forward(wi=180, wo=2e5)),
     'mT5': Failure('https://huggingface.co/docs/transformers/v5.9.0/debugging', 'the dropout after a feed-forward layer, which gives 62700',
-        (r'.*\.layer\.1\.dropout','dropout'), mt5, feed_forward(wi_0=20, wi_1=20, wo=6.2e4), lr=1e-4),
+        (r'.*\.layer\.1\.dropout',''), mt5, feed_forward(wi_0=20, wi_1=20, wo=6.2e4), lr=1e-4),
     'LongT5': Failure(f'{hub}/huggingface/transformers/issues/17978', 'the loss is always NaN (nothing more; the code has a mask of -1e10)',
         (r'.*\.LocalSelfAttention','add'), long_t5),
     'LongT5, feed-forward': Failure(f'{hub}/huggingface/transformers/pull/19229', 'the feed-forward layer, `LongT5LayerFF`',
@@ -272,13 +272,21 @@ def healing(name):
     ordinary = [t for i,t in enumerate(times) if i>min(at, default=0) and not mp.history.reruns[i]]
     return mp,learn.model,loss,healed.found,max((times[i] for i in at), default=0.)/statistics.median(ordinary)
 
+def rounding(name, promoted):
+    "The validation loss of a fit in fp32, with the outputs of the layers that are not `promoted` rounded to half precision"
+    learn = learner(name)
+    def rounded(m, args, out): return out+(out.half().to(out.dtype)-out).detach()
+    for n in weighted(learn.model):
+        if in_half([n], promoted): learn.model.get_submodule(n).register_forward_hook(rounded)
+    return fit(learn)
+
 def row(name):
     "All that is told of a failure"
     f,fp32,plain = failures[name],fit(learner(name)),hostile.plain_fp16(learner(name), 1, failures[name].lr)[0]
     (mp,model,loss,healed,_),*_ = runs = [healing(name) for _ in range(3)]
     layers,reports,sets = weighted(model),[r for r in mp.reports if r.producer is not None],[least(name, o) for o in healed]
     def is_it(r): return all(re.fullmatch(pattern, what or '') for pattern,what in zip(f.where, (r.producer,r.op)))
-    return dict(name=name, link=f.link, says=f.says, plain=plain, fp32=fp32, loss=loss, distance=abs(loss/fp32-1),
+    return dict(name=name, link=f.link, says=f.says, plain=plain, fp32=fp32, loss=loss, distance=abs(loss/fp32-1), rounding=abs(rounding(name, mp.promoted)/fp32-1),
         named=any(map(is_it, reports)), reports=[dict(producer=r.producer, op=r.op, text=r.sentence, promoted=r.promoted) for r in reports],
         promoted=mp.promoted, spare=[p for spare,_ in sets for p in spare],
         layers=len(layers), half=in_half(layers, mp.promoted), could_be=in_half(layers, [p for _,keep in sets for p in keep]),
@@ -293,7 +301,11 @@ def claim(rows):
     res = (f"Of these fits, {of(ends)} end where fp32 ends; {of(lambda r: r['named'])} faults are named; "
            f"{of(lambda r: not r['spare'])} sets of modules that stay in fp32 have none to spare")
     more = sum(r['could_be']>r['half'] for r in rows)
-    return f"{res}, though in {more} of them a module's own code would do, without its layers" if more else res
+    if more: res += f", though in {more} of them a module's own code would do, without its layers"
+    far = [100*r['rounding'] for r in rows if not ends(r)]
+    if far: res += (". The others differ by rounding, not by range: a fit in fp32 ends "+' to '.join(f'{f(far):.2g}' for f in (min,max))+
+                    " % away as well once the outputs of the layers that ours computes in half precision are rounded to it")
+    return res
 
 def table(res):
     "Markdown"
@@ -301,11 +313,11 @@ def table(res):
         what = '; '.join(f"{'`'+o['op']+'` in ' if o['op'] else ''}`{o['producer']}`" for o in r['reports'])
         well,named,spare = ['yes' if o else 'no' for o in (ends(r),r['named'],not r['spare'])]
         kept = f"{r['half']} of {r['layers']}"+f" ({r['could_be']} could)"*(r['could_be']>r['half'])
-        return (f"[{r['name']}]({r['link']})",r['says'],r['plain'],f"{well}, {100*r['distance']:.2g} %",f'{named}: {what}',kept,spare,
+        return (f"[{r['name']}]({r['link']})",r['says'],r['plain'],f"{well}, {100*r['distance']:.2g} %",f"{100*r['rounding']:.2g} %",f'{named}: {what}',kept,spare,
                 f"{r['pause']:.0f}")
-    head = ('', 'as published', 'autocast and `GradScaler`', 'ends where fp32 ends', 'named', 'layers in half precision, after',
+    head = ('', 'as published', 'autocast and `GradScaler`', 'ends where fp32 ends', 'by rounding alone', 'named', 'layers in half precision, after',
             'none to spare', 'pause, steps')
-    return '\n'.join('| '+' | '.join(o)+' |' for o in (head, ['---']*5+['--:','---','--:'], *map(line, res['rows'])))
+    return '\n'.join('| '+' | '.join(o)+' |' for o in (head, ['---']*4+['--:','---','--:','---','--:'], *map(line, res['rows'])))
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__)

@@ -119,9 +119,8 @@ predictions included. Such a look (does fp32 predict the same?) takes
 
 Transformers of small blocks, each with six linear layers, whose first batch gives numbers beyond 65504 in the middle block or in all.
 Passes are forward passes of the step that heals, less the one that any step has; its pause is its time in ordinary steps of the
-same fit. Medians of {res['fits']} fits, and one fit of 96 blocks. The machine was busy with other work meanwhile. The goals are
-12+6·log2(blocks) passes, and 60 steps, 80 at 96 blocks; in bold what misses them. {met[0]} of {len(rows)} meet the
-first, {met[1]} the second.
+same fit. Medians of {res['fits']} fits, and one fit of 96 blocks. The goals are 12+6·log2(blocks) passes, and 60 steps, 80 at 96
+blocks; in bold what misses them. {met[0]} of {len(rows)} meet the first, {met[1]} the second.
 
 {diagnosis.depth_table(rows)}
 
@@ -261,8 +260,10 @@ which has the same blocks, stands for it. Two reports are not on timm's models: 
 MAGE's ViT-L. timm computes EfficientViT's attention in fp32 since that report, which is undone here.
 
 "Autocast and `GradScaler`" is a loop by PyTorch's recipe. To end where fp32 ends is to skip no step, and to have a validation loss within
-{100*res['near']:g} % of that of the same fit in fp32. A fault is named if a report has the module and the operation that were published;
-[published.py](published.py) has what counts as such. Layers are linear layers and convolutions; "could" counts those that would compute
+{100*res['near']:g} % of that of the same fit in fp32. "By rounding alone" is the distance of a fit in fp32 that rounds the outputs of the layers which
+ours computes in half precision. A fault is named if a report has the module that was published, and the operation where that is in the
+module's own code; [published.py](published.py) has what counts as such. XCiT's report names the layer that gets the large gradient of
+`F.normalize`, not the function. Layers are linear layers and convolutions; "could" counts those that would compute
 in half precision if of a module only its own code stayed in fp32. "None to spare": with any module less in fp32 the batch fails again.
 A pause is the time of the step that found it all out, in ordinary steps of the same fit, as the median of three fits.
 

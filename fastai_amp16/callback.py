@@ -214,7 +214,8 @@ def after_loss(self:DynamicMixedPrecision): # of predictions in what nobody can 
 def before_backward(self:DynamicMixedPrecision):
     if self.making is None: self.begin_step(vars(self.learn)['_entry'], False) # a learner's own `one_batch`, without fastai's events
     if self.making.done: self.begin_second()
-    if not self.making.batches.attempt.backward: raise Left
+    attempt = self.making.batches.attempt
+    if not attempt.backward or attempt.brief and not self.loss.isfinite().all(): raise Left
     if self.ranks.size>1 and self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)): # that all may end together
         self.learn.loss = torch.full_like(self.loss, self.ranks.read([self.loss.mean()])[0]/self.ranks.size)
     if not self.around_backward: self.scale_loss()

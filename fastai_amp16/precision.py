@@ -57,7 +57,7 @@ def _matcher(which):
     def same_type(m): return isinstance(m, which) or issubclass(which, _batch_norms) and isinstance(m, nn.SyncBatchNorm)
     if isinstance(which, type):      return lambda n,m: same_type(m)
     if isinstance(which, nn.Module): return lambda n,m: m is which or same_weight(m)
-    if isinstance(which, str):       return lambda n,m: n==which or (n and fnmatchcase(n, which)) # the model itself has the name ''
+    if isinstance(which, str):       return lambda n,m: n and fnmatchcase(n, which) # the model itself has the name ''
     if callable(which):              return which
     raise TypeError(f"keep_fp32 takes modules, module types, dotted names with * and predicates (name, module) -> bool, and got {which!r}.")
 
@@ -73,12 +73,12 @@ def find_modules(
     which # A module, a module type, a dotted name with `*`, a predicate `(name, module) -> bool`, or a list of these
 ) -> dict: # Dotted name to module
     "The modules of `model` that `which` names; an entry that names none is a `ValueError` that lists near matches"
-    res = {}
+    res,modules = {},dict(model.named_modules())
     for o in as_list(which):
         test = _matcher(o)
-        found = [(n,m) for n,m in model.named_modules() if test(n,m)]
+        found = {o: modules[o]} if isinstance(o, str) and o in modules else {n: m for n,m in modules.items() if test(n,m)}
         if not found:
-            names,types = [n for n,_ in model.named_modules() if n],sorted({type(m).__name__ for m in model.modules()})
+            names,types = [n for n in modules if n],sorted({type(m).__name__ for m in modules.values()})
             what = o if isinstance(o, str) else getattr(o, '__name__', type(o).__name__)
             near = get_close_matches(what, [*names,*types], n=5, cutoff=0.5) or (names if isinstance(o, str) else types)[:8]
             hint = " (a string is a dotted name; to keep a type, pass the type)" if isinstance(o, str) else ""

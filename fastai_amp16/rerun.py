@@ -34,6 +34,7 @@ class Attempt:
     scale:float = 1. # Of the loss
     counts:bool = True # May it end in a step? A look ends with the backward pass
     backward:bool = True # `False`: it ends where the backward pass would begin
+    brief:bool = False # Does a loss that is not finite end it, too?
     scaled:float = 1. # What the gradients are multiplied by now: `scale` within a backward pass, 1 outside
 
 # %% ../nbs/10_rerun.ipynb #a0f4f9c3
@@ -386,7 +387,8 @@ def look(self:Batches,
     **kwargs # For `Watch`
 ) -> Watch: # What was seen: `finite`, `error`, `pred`, `frames` and more
     "Run all batches and note what goes through the modules; an exception that they raise is noted, too"
-    learn,before,attempt.counts = self.learn,(self.attempt,self.entry.plan,self.entry.at_next),False
+    learn,before = self.learn,(self.attempt,self.entry.plan,self.entry.at_next)
+    attempt.counts,attempt.brief = False,not modules
     self.entry.at_next = None # a look begins no step
     watch,loss_func = Watch(self.model, **kwargs),learn.loss_func
     watch.scale = attempt.scale
@@ -400,7 +402,7 @@ def look(self:Batches,
     def run():
         grads = nullcontext() if attempt.backward else torch.no_grad()
         # the last context: a Ctrl-C at the end of the block may come before that one is left
-        with self.ranks.alone(), _eager(), grads, watch, nullcontext():
+        with self.ranks.alone(), _eager(), grads, watch if modules else nullcontext(), nullcontext():
             try: self.run(batch, attempt)
             except (Left,*not_faults): pass
             except Exception as e:

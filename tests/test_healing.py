@@ -457,3 +457,17 @@ def test_what_nothing_heals():
     with pytest.warns(UserWarning, match='Training stopped at step 3 of 12'): fit(learn, 3)
     assert learn.mixed_precision.promoted==[] and learn.mixed_precision.n_skipped==3
     clean(learn)
+
+@quiet
+def test_what_is_not_finite_runs_no_backward_pass():
+    "In a diagnosis, that is: a step asks the device only at its end"
+    finite,backward = [],[]
+    class Counts(nn.Module):
+        def forward(self, x):
+            finite.append(bool(x.isfinite().all()))
+            if x.requires_grad: x.register_hook(lambda g: backward.append(1))
+            return x*1.
+    learn = learner(between(*(m for _ in range(8) for m in (Do(times_and_back), nn.Linear(16,16))), Counts()), n=16)
+    fit(learn.to_fp16_dynamic(), 1)
+    assert all_taken(learn) and learn.mixed_precision.promoted and finite.count(False)>3
+    assert len(backward)<=sum(finite[:-1])+1 # the last one is the validation's; the first attempt is no diagnosis
