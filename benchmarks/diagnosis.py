@@ -8,6 +8,7 @@ with warnings.catch_warnings():
     from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,nn,set_seed
     from fastai_amp16.all import AdamW16
     from fastai_amp16.precision import PrecisionPlan
+import hostile
 from machine import machine
 from memory import peak
 from timing import Batches,by_fastai,interleaved,quartiles,ratio
@@ -101,8 +102,9 @@ def quietly(learn):
         learn.fit(1)
 
 def in_half(learn):
-    "How many linear layers are left in half precision, and of how many"
-    linear,fp32 = [m for m in learn.model.modules() if isinstance(m, nn.Linear)],learn.mixed_precision.keeps()
+    "How many linear layers and convolutions are left in half precision, and of how many"
+    linear = [m for m in learn.model.modules() if isinstance(m, (nn.Linear,nn.modules.conv._ConvNd))]
+    fp32 = learn.mixed_precision.keeps()
     plan = PrecisionPlan(learn.model, torch.float16, fp32)
     return sum(m not in plan.in_fp32 for m in linear),len(linear)
 
@@ -135,6 +137,17 @@ def by_depth(depths, fits):
     return rows
 
 # %% after it
+def shares(names):
+    "What is left in half precision after hostile trainings"
+    res = {}
+    for k in names:
+        learn = hostile.zoo[k].make(0).to_fp16_dynamic()
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore') # of what is healed
+            hostile.fit(learn, *hostile.zoo[k][1:])
+        res[k] = in_half(learn)
+    return res
+
 size = dict(steps=5, bs=16, tokens=64, d=64)
 
 def contender(name, blocks):
@@ -205,6 +218,7 @@ def main(args=None):
     p.add_argument('--blocks', type=int, nargs='+', default=[12,24,48,96], help='of transformers that are healed')
     p.add_argument('--fits', type=int, default=3, help='of each of these with at most 48 blocks')
     p.add_argument('--after', type=int, default=8, help='blocks of the transformer that is timed after healing')
+    p.add_argument('--trainings', nargs='+', choices=hostile.zoo, default=list(hostile.zoo), metavar='NAME', help='of hostile.py')
     p.add_argument('--samples', type=int, default=2**16, help='of 64 numbers each, in a batch whose diagnosis is weighed')
     p.add_argument('--job', help='print the memory of this one only')
     p.add_argument('--size', type=int, help='its samples or blocks')
@@ -215,7 +229,8 @@ def main(args=None):
     if a.job: return print(json.dumps(added(a.job, a.size, a.keep)))
     sizes = {k: getattr(a, k) for k in ('depth','width','steps','bs','rounds','fits','samples')}
     res = dict(machine=machine(), **sizes, **measure((a.depth, a.width, a.steps, a.bs), a.rounds),
-               by_depth=by_depth(a.blocks, a.fits), afterwards=afterwards(a.after, min(a.rounds, 7)), memory=by_job(a.samples))
+               by_depth=by_depth(a.blocks, a.fits), hostile=shares(a.trainings), afterwards=afterwards(a.after, min(a.rounds, 7)),
+               memory=by_job(a.samples))
     print(json.dumps(res, indent=1))
     a.out.write_text(json.dumps(res, indent=1)+'\n')
 

@@ -148,7 +148,7 @@ def feed_forward(**tops): return peaks({f'{layer}.{k}': v for k,v in tops.items(
 def fc2(top): return peaks({'body.encoder.layers.1.fc1': 180, 'body.encoder.layers.1.fc2': top})
 def q_and_k(name, value=320, **rows): return offset({f'{name}.{k}': v for k,v in rows.items()}, value)
 
-# where: what reports have to name, the module and the operation in its own code, as patterns; torch's modules have no code of their own to name
+# where: what reports have to name, as patterns: the module, and the operation if that is in its own code
 Failure = namedtuple('Failure', 'link says where make fault data lr', defaults=(nothing,hostile.sentences,1e-3))
 failures = {
     'T5': Failure(f'{hub}/huggingface/transformers/issues/5651', '`wo` of a feed-forward layer gives 66246',
@@ -286,7 +286,8 @@ def row(name):
     (mp,model,loss,healed,_),*_ = runs = [healing(name) for _ in range(3)]
     layers,reports,sets = weighted(model),[r for r in mp.reports if r.producer is not None],[least(name, o) for o in healed]
     def is_it(r): return all(re.fullmatch(pattern, what or '') for pattern,what in zip(f.where, (r.producer,r.op)))
-    return dict(name=name, link=f.link, says=f.says, plain=plain, fp32=fp32, loss=loss, distance=abs(loss/fp32-1), rounding=abs(rounding(name, mp.promoted)/fp32-1),
+    return dict(name=name, link=f.link, says=f.says, plain=plain, fp32=fp32, loss=loss,
+        distance=abs(loss/fp32-1), rounding=abs(rounding(name, mp.promoted)/fp32-1),
         named=any(map(is_it, reports)), reports=[dict(producer=r.producer, op=r.op, text=r.sentence, promoted=r.promoted) for r in reports],
         promoted=mp.promoted, spare=[p for spare,_ in sets for p in spare],
         layers=len(layers), half=in_half(layers, mp.promoted), could_be=in_half(layers, [p for _,keep in sets for p in keep]),
@@ -312,11 +313,12 @@ def table(res):
     def line(r):
         what = '; '.join(f"{'`'+o['op']+'` in ' if o['op'] else ''}`{o['producer']}`" for o in r['reports'])
         well,named,spare = ['yes' if o else 'no' for o in (ends(r),r['named'],not r['spare'])]
+        far,alone = [f"{100*r[k]:.2g} %" for k in ('distance','rounding')]
         kept = f"{r['half']} of {r['layers']}"+f" ({r['could_be']} could)"*(r['could_be']>r['half'])
-        return (f"[{r['name']}]({r['link']})",r['says'],r['plain'],f"{well}, {100*r['distance']:.2g} %",f"{100*r['rounding']:.2g} %",f'{named}: {what}',kept,spare,
+        return (f"[{r['name']}]({r['link']})",r['says'],r['plain'],f'{well}, {far}',alone,f'{named}: {what}',kept,spare,
                 f"{r['pause']:.0f}")
-    head = ('', 'as published', 'autocast and `GradScaler`', 'ends where fp32 ends', 'by rounding alone', 'named', 'layers in half precision, after',
-            'none to spare', 'pause, steps')
+    head = ('', 'as published', 'autocast and `GradScaler`', 'ends where fp32 ends', 'by rounding alone', 'named',
+            'layers in half precision, after', 'none to spare', 'pause, steps')
     return '\n'.join('| '+' | '.join(o)+' |' for o in (head, ['---']*4+['--:','---','--:','---','--:'], *map(line, res['rows'])))
 
 def main(argv=None):

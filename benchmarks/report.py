@@ -1,5 +1,5 @@
 "benchmarks/README.md, from the JSON files that the scripts wrote: every number in it is one of theirs"
-import json
+import json,statistics
 from pathlib import Path
 import accumulation,bf16_cpu,compatibility,convergence,diagnosis,doctor,fp16_cpu,gpu,libraries,memory,published
 import scale_policy,short_fits,step_cost
@@ -106,6 +106,8 @@ def _diagnosis():
     after,over,rows = res['afterwards'],res['afterwards']['over'],res['by_depth']
     def times(k): return f'{over[k][1]:.2f} ({over[k][0]:.2f} to {over[k][2]:.2f})'
     def weight(k): return (after['added']['healed'][1]-after['added']['healed'][0])/(after['added'][k][1]-after['added'][k][0])
+    shares = {k: half/layers for k,(half,layers) in res['hostile'].items()}
+    least,average = min(shares, key=shares.get),statistics.mean(shares.values())
     met = [sum(r[k]<=diagnosis.goals(r['blocks'])[i] for r in rows) for i,k in enumerate(('passes','pause'))]
     return f"""## What a look and a report cost
 
@@ -124,7 +126,10 @@ blocks; in bold what misses them. {met[0]} of {len(rows)} meet the first, {met[1
 
 {diagnosis.depth_table(rows)}
 
-Afterwards, with attention scores beyond 65504 in all of {after['blocks']} blocks, {after['in_half']} of {after['layers']} linear layers
+After the {len(shares)} trainings of [hostile.py](hostile.py), {100*average:.0f} % of linear layers and convolutions compute in half
+precision on average: {100*shares[least]:.0f} % in `{least}`, all in {list(shares.values()).count(1)} of them.
+
+After healing, with attention scores beyond 65504 in all of {after['blocks']} blocks, {after['in_half']} of {after['layers']} linear layers
 compute in half precision. A step takes {times('fp32')} of the time of one in fp32, and {times('fp16')} of that
 without the fault in fp16: PyTorch has no fast kernels for fp16 on a CPU. A fit that starts with the same in fp32 adds
 {weight('fp32'):.2f} times as much to the peak of its process as one in fp32 does, and {weight('fp16'):.2f} times as much as one without
@@ -260,10 +265,10 @@ which has the same blocks, stands for it. Two reports are not on timm's models: 
 MAGE's ViT-L. timm computes EfficientViT's attention in fp32 since that report, which is undone here.
 
 "Autocast and `GradScaler`" is a loop by PyTorch's recipe. To end where fp32 ends is to skip no step, and to have a validation loss within
-{100*res['near']:g} % of that of the same fit in fp32. "By rounding alone" is the distance of a fit in fp32 that rounds the outputs of the layers which
-ours computes in half precision. A fault is named if a report has the module that was published, and the operation where that is in the
-module's own code; [published.py](published.py) has what counts as such. XCiT's report names the layer that gets the large gradient of
-`F.normalize`, not the function. Layers are linear layers and convolutions; "could" counts those that would compute
+{100*res['near']:g} % of that of the same fit in fp32. "By rounding alone" is the distance of a fit in fp32 that
+rounds the outputs of the layers which ours computes in half precision. A fault is named if a report has the module that was
+published, and the operation where that is in the module's own code; [published.py](published.py) has what counts as
+such. XCiT's report names the layer that gets the large gradient of `F.normalize`, not the function. Layers are linear layers and convolutions; "could" counts those that would compute
 in half precision if of a module only its own code stayed in fp32. "None to spare": with any module less in fp32 the batch fails again.
 A pause is the time of the step that found it all out, in ordinary steps of the same fit, as the median of three fits.
 

@@ -57,13 +57,15 @@ def test_beyond_the_bound_a_step_is_skipped(monkeypatch):
 
 def test_diagnosis(tmp_path, monkeypatch):
     monkeypatch.setattr(diagnosis, 'added_by', lambda job, n, promoted=(): (100,300) if job in ('fp32','fit') else (100,400))
-    args = '--depth 2 --width 8 --steps 20 --rounds 1 --blocks 2 --fits 1 --after 1'
+    args = '--depth 2 --width 8 --steps 20 --rounds 1 --blocks 2 --fits 1 --after 1 --trainings norm_free'
     diagnosis.main(f'{args} --out {tmp_path}/x.json'.split())
     res = read(tmp_path/'x.json')
     assert res['steps']==20 and 'out' not in res and res['fit_with_over_without']>0 and res['report_in_steps'][1]>0
     rows = res['by_depth']
     assert [(r['fault'],r['faulty'],r['promoted']) for r in rows]==[(k,n,n) for k in diagnosis.kinds for n in (1,2)]
     assert all(4<r['passes']<18 and r['layers']==14 and r['in_half']==14-r['promoted']*(r['fault']=='linear') for r in rows)
+    half,layers = res['hostile']['norm_free']
+    assert 0<half<layers==18
     after = res['afterwards']
     assert after['in_half']==after['layers']==8 and after['added']['healed']==[100,400] and after['over']['fp32'][1]>0
     assert '| diagnosis | 0 | 0 | 1.33 | 1.00 | 1.50 | 1.00 |' in diagnosis.memory_table(res['memory'])
