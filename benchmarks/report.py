@@ -268,9 +268,10 @@ MAGE's ViT-L. timm computes EfficientViT's attention in fp32 since that report, 
 {100*res['near']:g} % of that of the same fit in fp32. "By rounding alone" is the distance of a fit in fp32 that
 rounds the outputs of the layers which ours computes in half precision. A fault is named if a report has the module that was
 published, and the operation where that is in the module's own code; [published.py](published.py) has what counts as
-such. XCiT's report names the layer that gets the large gradient of `F.normalize`, not the function. Layers are linear layers and convolutions; "could" counts those that would compute
-in half precision if of a module only its own code stayed in fp32. "None to spare": with any module less in fp32 the batch fails again.
-A pause is the time of the step that found it all out, in ordinary steps of the same fit, as the median of three fits.
+such. XCiT's report names the layer that gets the large gradient of `F.normalize`, not the function. Layers are linear layers and
+convolutions; "could" counts those that would compute in half precision if of a module only its own code stayed in fp32. "None to
+spare": with any module less in fp32 the batch fails again. A pause is the time of the step that found it all out, in ordinary steps of
+the same fit, as the median of three fits.
 
 {published.table(res)}"""
 

@@ -125,9 +125,10 @@ class Case:
 
     @property
     def lowest(self) -> float:
-        "The lowest loss scale that the batch may have: one at which most weights have gradients that are normal numbers"
+        "The lowest loss scale that the batch may have: one at which most gradients, of weights and of modules' outputs, are normal numbers"
         if self.min_scale is None or not self.backward: return self.scale
-        tops = sorted(s.grad[1]/self.scale for f in self.fp32.frames for s in f.params if s.grad and s.grad[1]>0)
+        stats = [s for f in self.fp32.frames if f.op is None for s in (*f.params,*f.outs)]
+        tops = sorted(s.grad[1]/self.scale for s in stats if s.grad and s.grad[1]>0)
         least = 2.**math.ceil(math.log2(torch.finfo(self.dtype).tiny/tops[len(tops)//10])) if tops else 0. # but for one in ten
         return min(self.scale, max(self.min_scale, least))
 

@@ -2,15 +2,16 @@
 import math,re,warnings
 from types import SimpleNamespace
 import pytest,torch
-from fastai.basics import Callback,Learner,nn,partial
+from fastai.basics import Callback,DataLoader,DataLoaders,Learner,nn,partial,set_seed
 from fastai.callback.training import GradientAccumulation
 from fastai.layers import SigmoidRange
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16 import diagnose,healing
+from fastai_amp16.all import AdamW16
 from fastai_amp16.learner import training_case
 import hostile
 from hostile import bad_samples,hopeless,plain_fp16,zoo
-from common import Called,Detour,Do,Poison,between,clean,fit,learner,masked_fill,small_root,times_and_back,weights
+from common import Called,Detour,Do,Poison,between,clean,fit,learner,masked_fill,mse,small_root,times_and_back,weights
 
 quiet = pytest.mark.filterwarnings('ignore::UserWarning')
 floor = 0.01 # of figures that are 1 at best: two or three of 256 samples, which rounding alone moves where all seeds of fp32 agree
@@ -471,3 +472,28 @@ def test_what_is_not_finite_runs_no_backward_pass():
     fit(learn.to_fp16_dynamic(), 1)
     assert all_taken(learn) and learn.mixed_precision.promoted and finite.count(False)>3
     assert len(backward)<=sum(finite[:-1])+1 # the last one is the validation's; the first attempt is no diagnosis
+
+class Steep(nn.Module):
+    "Its own code adds 0, with a derivative of 1e9"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(32,32)
+    def forward(self, x):
+        h = self.lin(x)
+        large = h*1e18
+        return h+(large-large.detach())*1e-9
+
+@quiet
+def test_no_gradient_is_lost_to_a_scale_that_another_one_needs():
+    "Of many samples, those of activations are much smaller than those of weights"
+    def make():
+        set_seed(0, reproducible=True)
+        x = torch.randn(96,512,8)
+        data = list(zip(x, x[...,:3].sum(-1, keepdim=True).tanh()))
+        dls = DataLoaders(DataLoader(data[:64], bs=16, shuffle=True), DataLoader(data[64:], bs=32))
+        model = nn.Sequential(nn.Linear(8,32), nn.GELU(), Steep(), nn.Linear(32,32), nn.GELU(), nn.Linear(32,1))
+        return Learner(dls, model, lambda p,t: 1e-2*mse(p, t), AdamW16, lr=3e-3)
+    fp32,fp16 = [fit(to(make()), 6) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)]
+    assert all_taken(fp16) and fp16.mixed_precision.promoted
+    losses = [learn.recorder.values[-1][-1] for learn in (fp16,fp32)]
+    assert losses[0]==pytest.approx(losses[1], rel=0.02)
