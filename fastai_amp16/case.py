@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fastai.basics import *
 from .nested import tensors
 from .precision import PrecisionPlan,as_list
-from .rerun import Attempt,Batches,Watch,loss_name
+from .rerun import Attempt,Batches,Seen,Watch,loss_name
 
 # %% ../nbs/12_case.ipynb #bc0d352f
 def is_bad(
@@ -125,10 +125,12 @@ class Case:
 
     @property
     def lowest(self) -> float:
-        "The lowest loss scale that the batch may have: one at which most gradients, of weights and of modules' outputs, are normal numbers"
+        """The lowest loss scale that the batch may have
+
+        At this one, most gradients in half precision, of weights and of modules' outputs, are normal numbers."""
         if self.min_scale is None or not self.backward: return self.scale
-        stats = [s for f in self.fp32.frames if f.op is None for s in (*f.params,*f.outs)]
-        tops = sorted(s.grad[1]/self.scale for s in stats if s.grad and s.grad[1]>0)
+        stats = {s for f in self.fp32.frames if f.op is None and f.name!=loss_name for s in (*f.params,*f.outs)}
+        tops = sorted(s.grad[1]/self.scale for s in stats if self.holds(s, self.half) and s.grad[1]>0)
         least = 2.**math.ceil(math.log2(torch.finfo(self.dtype).tiny/tops[len(tops)//10])) if tops else 0. # but for one in ten
         return min(self.scale, max(self.min_scale, least))
 
@@ -166,9 +168,16 @@ class Case:
         inner = [o for o in faults(half, self.fp32) if o[0]!='backward'] or (_flushed(half, self.fp32) if self.silent else [])
         return inner+res
 
+    def holds(self,
+        seen:Seen, # A tensor of the run in fp32
+        half:Watch # A run in half precision
+    ) -> bool:
+        "Has it a gradient that half precision has to hold, as far as is known?"
+        return bool(seen.grad) and (seen.key not in half.seen or half.seen[seen.key].half)
+
     def largest_scale(self,
         half:Watch # A run in half precision
     ) -> int: # The exponent of a power of two
         "The loss scale that the largest gradient which half precision has to hold would allow, with a bit left for the next batch"
-        top = max((s.grad[1] for k,s in self.fp32.seen.items() if s.grad and (k not in half.seen or half.seen[k].half)), default=0)
+        top = max((s.grad[1] for s in self.fp32.seen.values() if self.holds(s, half)), default=0)
         return math.floor(math.log2(self.scale*torch.finfo(self.dtype).max/top))-1 if top else math.floor(math.log2(self.scale))

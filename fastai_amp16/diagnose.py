@@ -176,7 +176,8 @@ def _unseen(case, half, phase):
 def _others(case, why):
     "What stays in fp32 besides the first, and why, in words"
     one,*rest = why
-    alike,kind = [o for o in rest if not why[o].alike and likeness(case, o)==likeness(case, one)],case.kind
+    def same(o): return not why[o].alike and why[o].phase==why[one].phase and likeness(case, o)==likeness(case, one)
+    alike,kind = [*filter(same, rest)],case.kind
     res = f"; the same goes for {len(alike)} more like it" if alike else ''
     reasons = dict(forward=f'{kind} cannot hold the numbers of {{}} either', backward=f'{kind} cannot hold the gradients of {{}} either',
                    loss='the predictions are those of {}', alike='the batch needs {} in fp32, too')

@@ -205,7 +205,7 @@ def _paragraph(html): return f'<p style="margin:.4em 0">{html}</p>'
 @patch
 def _repr_html_(self:PrecisionReport):
     df,hot,more = self._rows()
-    res = [_paragraph(re.sub('^([A-Za-z ]+):', r'<b>\1</b>:', as_html(o))) for o in self._words()]
+    res = [_paragraph(re.sub(r'^([\w ]+):', r'<b>\1</b>:', as_html(o))) for o in self._words()]
     if len(df): res.append(f'<div style="overflow-x:auto;max-width:1280px">{_styled(df, hot, self)}</div>')
     if more: res.append(_paragraph(as_html(_left(more))))
     color = colors['green' if self.verdict=='healthy' else 'red']

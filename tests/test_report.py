@@ -143,6 +143,7 @@ matter |= dict(loss=matter['forward'], scale=matter['backward'], data=matter['we
 def test_columns_that_matter(verdict):
     r = report(row('a', **every), row('b'), verdict=verdict)
     assert header(r)==Page(r._repr_html_()).rows[0]==matter[verdict] and set(r.table)>set(header(r))
+    assert f'<b>{verdict}</b>: ' in r._repr_html_()
 
 @pytest.mark.parametrize('column', every)
 def test_what_is_empty_is_left_out(column):
