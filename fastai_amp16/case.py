@@ -21,7 +21,11 @@ def is_bad(
     "Are there numbers that are not finite, and are in the reference?"
     return bool(own) and own[0]>(ref[0] if ref else 0)
 
-def is_new(seen, refs, what='value'):
+def is_new(
+    seen:Seen, # A tensor of a run in half precision
+    refs:dict, # What was seen in fp32, by key
+    what:str='value' # 'value' or 'grad'
+) -> bool:
     "Is it bad, and fp32 has it right?"
     ref = refs.get(seen.key)
     return is_bad(getattr(seen, what), ref and getattr(ref, what))

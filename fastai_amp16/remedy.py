@@ -51,7 +51,10 @@ def _covers(promoted, o):
     "Is `o` among what is kept already?"
     return any(o==p or p=='' or not p.endswith('.') and o.startswith(p+'.') for p in promoted)
 
-def likeness(case, o):
+def likeness(
+    case:Case, # Whose model it is about
+    o:str # A name, as `keep_fp32` takes it
+) -> tuple:
     "The same for modules of one class at like places: each block of a transformer"
     return re.sub(r'(?<![^.])\d+(?![^.])', '#', o),type(case.model.get_submodule(o.rstrip('.')))
 
