@@ -22,11 +22,9 @@ from .healing import Healing,Making
 # %% ../nbs/17_attempts.ipynb #2b421d0c
 class Attempts(Healing):
     "The part of `DynamicMixedPrecision` that runs a batch as often as it takes"
-    writes = False # Do batches write to weights?
+    asks_next = writes = False # Is fp32 asked in the next step? Do batches write to weights?
 
 # %% ../nbs/17_attempts.ipynb #0be608ac
-_asked,_first_asked = 256,16 # steps between looks at whether fp32 predicts the same, and the first of these
-
 @patch
 def begin(self:Attempts,
     entry:Entry, # Where the forward passes begin
@@ -39,10 +37,7 @@ def begin(self:Attempts,
     if first: self.begin_step(entry, self.rerun)
     if self.making.batches.attempt.plan is None: entry.plan = None # the batches before this one ran in fp32
     if self.rerun: self.making.batches.add()
-    n = len(self.log.steps)+1
-    if first and n%_asked==_first_asked and n!=self.asked and self.training and self.rerun and not self.writes:
-        self.asked = n # steps may be cancelled
-        entry.asks = self.ask
+    if first and self.asks_next and self.training and self.rerun and not self.writes: self.asks_next,entry.asks = False,self.ask
 
 @patch
 def begin_step(self:Attempts,
@@ -202,10 +197,17 @@ def runs_for_others(self:Attempts) -> bool:
     return self.ranks.size>1 and self.making.error is not None
 
 # %% ../nbs/17_attempts.ipynb #f6bf6732
+_asked,_first_asked = 256,16 # steps between looks at whether fp32 predicts the same, and the first of these
+
 @patch
-def find_writes(self:Attempts):
-    "In the step before fp32 is asked: does the batch write to weights? Then it is not, or would write to them once more"
-    if len(self.log.steps)%_asked==_first_asked-2: self.writes = self.making.batches.has_written()
+def plan_question(self:Attempts):
+    """A step ends: shall fp32 be asked in the next one? Not if the batch writes to weights: it would once more
+
+    A loss scale below 1 may have made gradients finite by making nothing of numbers that half precision cannot hold."""
+    making = self.making
+    fell = making.record.reruns>0 and making.batches.attempt.scale<1
+    self.asks_next = fell or (len(self.log.steps)+2)%_asked==_first_asked
+    if self.asks_next: self.writes = making.batches.has_written()
 
 @patch
 def ask(self:Attempts,

@@ -56,7 +56,7 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
     _stateattrs = ('plan','ranks','making','states','resumed','unrecorded','context')
-    plan = ranks = making = states = resumed = step_norm = unrecorded = asked = context = None
+    plan = ranks = making = states = resumed = step_norm = unrecorded = context = None
     randoms,skipped,met = (),False,False
     around_backward = False # is it fastai's own, which `Learner` surrounds? Else its events are those of a program of its own
     __setattr__ = object.__setattr__ # no look-up in learner and model at each of our assignments
@@ -310,7 +310,7 @@ def _judge(self:DynamicMixedPrecision, params):
 @patch
 def _take(self:DynamicMixedPrecision, norm):
     making,record = self.making,self.making.record
-    self.find_writes()
+    self.plan_question()
     scale = making.batches.attempt.scale
     self.log.add(scale, record.reruns, False, norm)
     self.scaler.took(scale)
@@ -321,7 +321,7 @@ def _take(self:DynamicMixedPrecision, norm):
 def _skip(self:DynamicMixedPrecision, outcome, norm):
     "Put everything back, count the step, and end the fit where nothing saves the batches"
     making,record,s = self.making,self.making.record,self.scaler
-    self.find_writes()
+    self.plan_question()
     self.skipped = True
     self.log.add(s.get_scale(), record.reruns, True, norm)
     making.batches.put_back()

@@ -12,7 +12,7 @@ from fastai.basics import *
 from .nested import replace,tensors
 from .report import PrecisionReport,in_words,listed
 from .rerun import loss_name
-from .case import Case,deviation,faults,is_bad,is_new,wrong
+from .case import Case,deviation,faults,has_code,is_bad,is_new,wrong
 from .remedy import Reason,heal,likeness
 
 # %% ../nbs/14_diagnose.ipynb #057a21f6
@@ -47,7 +47,7 @@ def _table(case):
         if top>0: r['bits'] = min(r['bits'], math.log2(torch.finfo(limit).max/top))
     for f in fp32.frames:
         m = names.get(f.name) # None: the loss function
-        if m is None or isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict)): continue
+        if m is None or not has_code(m): continue
         computes = 'fp32' if half and f.name in half.in_fp32 else case.kind
         _note_frame(f, rows.setdefault(f.name, _row(f.name, m, f.name in bad, len(rows), computes)), note, scale)
     df = pd.DataFrame(list(rows.values()))
@@ -63,17 +63,17 @@ def _where(case, name):
 
 # %% ../nbs/14_diagnose.ipynb #7636a531
 def _bad_weights(case):
-    "A report on weights and statistics that are not finite already; `None` if all are. What is not trained may mean its infinities"
+    "A report on weights and buffers that are not finite to begin with; `None` if all are. What is not trained may mean its infinities"
     named = [(n,t.isfinite() if t.requires_grad else ~t.isnan()) for n,t in (*case.model.named_parameters(), *case.model.named_buffers())]
-    bad = [f'{n} ({c} of {ok.numel()} numbers)' for n,ok in named if (c:=int((~ok).sum()))]
-    if bad: return PrecisionReport('weights', f"Weights are not finite already: {listed(bad)}.",
-        "load a checkpoint from before; no precision mends them", bad[0].split(' (')[0].rpartition('.')[0])
+    bad = {n: f'{n} ({c} of {ok.numel()} numbers)' for n,ok in named if (c:=int((~ok).sum()))}
+    if bad: return PrecisionReport('weights', f"Weights or buffers are not finite to begin with: {listed([*bad.values()])}.",
+        "load an earlier checkpoint; no precision mends them", first(bad).rpartition('.')[0])
 
 # %% ../nbs/14_diagnose.ipynb #4f182da2
 def _bad_data(case):
     "A report on inputs or targets that are at fault: with 0 in place of what is not finite, the batch is finite. `None` if they are not"
     inputs = case.batches.inputs
-    bad = [t for t in tensors(inputs) if not t.isfinite().all()]
+    bad = [t for t in tensors(inputs) if t.layout==torch.strided and not t.isfinite().all()]
     def finite(ts):
         at = {id(t) for t in ts}
         def mended(t): return torch.where(t.isfinite(), t, 0) if id(t) in at else t
@@ -87,19 +87,21 @@ def _bad_data(case):
         samples |= set(where.any(1).nonzero().flatten().tolist())
     whose = [what for what,o in zip(('inputs','targets'), zip(*inputs)) if any(t is g for t in tensors(o) for g in guilty)]
     what = f"The {' and '.join(whose)} of the batch are not finite, in {len(samples)} of its {n} samples: {listed(sorted(samples), 10)}."
-    remedy = "find them in the data and repair or drop them; the steps of such batches are skipped"
+    remedy = "find them in the data and repair or drop them"
     return PrecisionReport('data', what, remedy, samples=sorted(samples))
 
 # %% ../nbs/14_diagnose.ipynb #5625c536
 _exploded = 1e16 # fp32 ends at 3.4e38: the square of such a number comes near it
 
 def _any_predictions(case):
-    "Is the loss not finite whatever the predictions are?"
+    "Is the loss not finite whatever the predictions are: small, large, positive, of sum 1, or near the targets?"
     learn,preds = case.learn,case.fp32.pred
     def loss_of(f):
         try: return learn.loss_func(replace(preds, f), *learn.yb)
         except Exception: return None # it wants others: probabilities, say
-    with torch.no_grad(): losses = [loss_of(f) for f in (torch.rand_like, torch.randn_like, lambda t: torch.rand_like(t).softmax(-1))]
+    def target(t): return next(y for y in tensors(learn.yb) if y.numel()==t.numel()).reshape(t.shape)+torch.ones_like(t)
+    fs = [lambda t,by=by,f=f: by*f(t) for by in (1,1e-3,1e3) for f in (torch.rand_like,torch.randn_like)]
+    with torch.no_grad(): losses = [loss_of(f) for f in (*fs, lambda t: torch.rand_like(t).softmax(-1), target)]
     losses = [o for o in losses if isinstance(o, Tensor)]
     return bool(losses) and not any(o.isfinite().all() for o in losses)
 
@@ -160,15 +162,18 @@ def _said(case, phase, frame, half, scale):
     if ref>top: return f"{what}{where} gives numbers up to {ref:.3g}, and {kind} ends at {top:g}."
     if taken>top: return f"{what}{where} takes in numbers up to {taken:.3g}, and {kind} ends at {top:g}."
     is_finite = all(p=='backward' for p,_ in faults(half, fp32))
-    if is_finite: return f"{what}{where} gives numbers up to {ref:.3g}, most of which {kind} rounds to 0."
+    fate = f'{kind} rounds to 0' if ref<torch.finfo(case.dtype).tiny else f'are lost in {kind}'
+    if is_finite: return f"{what}{where} gives numbers up to {ref:.3g}, most of which {fate}."
     return (f"{what}{where} is not finite in {kind}; in fp32 it gives at most {ref:.3g}: a number on the way is too large for {kind}, "
             "or so small that it becomes 0.")
+
+def _are(os): return 'are' if len(os)>1 else 'is'
 
 def _unseen(case, half, phase):
     "A report where no place can be named"
     kind,spoilt = case.kind,case.spoilt(half)
     if spoilt and half.finite:
-        what = f"{listed(spoilt)}: not finite any more in {kind}, and in fp32 it is. It goes to the next batch."
+        what = f"In {kind}, {listed(spoilt)} {_are(spoilt)} not finite any more, and in fp32 {_are(spoilt)}. That goes to the next batch."
         return PrecisionReport('forward', what, producer='')
     what = f"The backward pass raises in {kind}: {_line(half.error)}" if half.error is not None else f"Gradients are not finite in {kind}"
     return PrecisionReport(phase, what+", at a place that cannot be seen.", producer='')
@@ -192,9 +197,9 @@ def _explained(case, why, plain):
     frame = _operation(case, r.phase, r.frame, r.half)
     text,spoilt = _said(case, r.phase, frame, r.half, r.scale),case.spoilt(plain)
     text = text[:-1]+_others(case, why)+'.'
-    if spoilt and plain.finite: text += f" The loss is finite, but {listed(spoilt)} is not any more, which goes to the next batch."
+    if spoilt and plain.finite: text += f" The loss is finite, but {listed(spoilt)} {_are(spoilt)} not, and that goes to the next batch."
     elif case.silent: text += " The code around makes finite numbers of that, wrong ones, and nothing else gives a sign."
-    return PrecisionReport(r.phase, re.sub('^the', 'The', text), producer=None if frame.name==loss_name else frame.name, op=frame.op)
+    return PrecisionReport(r.phase, re.sub('^the ', 'The ', text), producer=None if frame.name==loss_name else frame.name, op=frame.op)
 
 # %% ../nbs/14_diagnose.ipynb #f52a50a2
 def diagnose(
@@ -203,9 +208,9 @@ def diagnose(
 ) -> PrecisionReport: # Raises what the batch raises in fp32
     """Why the batch of `case` is not finite in half precision, or how much room it has
 
-    Asked in this order: are weights, then data, finite already? is the batch finite in fp32? is it at a lower loss scale? which module and
-    operation is the first to give what half precision cannot hold, and what has to stay in fp32? The last is `promoted` of the report,
-    the scale that fits is `new_scale`; both are proved by running the batch."""
+    Asked in this order: is the batch finite in fp32? If not, are weights, data or the loss function at fault, or does training diverge? If
+    so, is it finite at a lower loss scale? Else, which module and operation is the first to give what half precision cannot hold, and what
+    has to stay in fp32? The last is `promoted` of the report, the scale that fits is `new_scale`; both are proved by running the batch."""
     case.fp32 = case.run_fp32(shares=True, note=note)
     if case.fp32.error is not None: raise case.fp32.error
     if case.fp32.finite: report = _judged(case)
@@ -218,6 +223,8 @@ def diagnose(
         if r.bits>0: report.sentence += f" The least room is in {where}: {r.bits:.1f} bits."
         else: report.sentence += f" Numbers in {where} pass {torch.finfo(case.dtype).max:g}, and do no harm."
     return report
+
+def _kept(promoted): return f"keep_fp32=[{', '.join(map(repr, promoted))}]"
 
 def _judged(case):
     "The report on a batch that is finite in fp32"
@@ -240,10 +247,8 @@ def _judged(case):
         healed = heal(case)
     phase,frame = found[0] if found else ('backward',None)
     report = _explained(case, healed[2] if healed else {None: Reason(phase, frame, half, case.scale)}, plain)
-    if healed:
-        report.promoted,report.new_scale,_ = healed
-        report.remedy = f"keep_fp32=[{', '.join(map(repr, report.promoted))}]"
-    else: report.remedy = "train in fp32: nothing that was tried helps"
+    if healed: report.promoted,report.new_scale,_ = healed
+    report.remedy = _kept(report.promoted) if healed else "train in fp32: nothing that was tried helps"
     return report
 
 # %% ../nbs/14_diagnose.ipynb #df02d609
@@ -273,7 +278,7 @@ def find(
         e.__traceback__ = None # its frames hold it
         memory,by_fp32 = isinstance(e, (MemoryError,torch.OutOfMemoryError)),case.fp32 is not None and e is case.fp32.error
         if memory: why = "there is not enough memory to run the batch in fp32"
-        else: why = f"{'in fp32 the batch' if by_fp32 else 'it'} raises {type(e).__name__} ({e})"
+        else: why = f"{'in fp32 the batch' if by_fp32 else 'it'} raises {type(e).__name__} ({_line(e)})"
         return Found(failure=why, raised=raised, same=error is not None and by_fp32, fp32_can=not memory and not by_fp32)
 
 def merged(
@@ -283,9 +288,11 @@ def merged(
     res = {}
     for rank,r in enumerate(reports):
         if r: res.setdefault((r.verdict,r.producer,r.op,tuple(r.samples)), {})[rank] = r
-    for ranks in res.values():
-        first = ranks[min(ranks)]
-        if len(ranks)<len(reports): first.sentence = f"On rank {', '.join(map(str, ranks))}: {first.sentence}"
-        first.promoted = list(dict.fromkeys(p for r in ranks.values() for p in r.promoted))
-        first.new_scale = min((r.new_scale for r in ranks.values() if r.new_scale), default=None)
-    return [ranks[min(ranks)] for ranks in res.values()]
+    def told(ranks):
+        rs = [*ranks.values()]
+        res = min(rs, key=lambda r: r.new_scale or math.inf) # whose words name the scale that fits all
+        if len(rs)<len(reports): res.sentence = f"On rank{'s' if len(rs)>1 else ''} {', '.join(map(str, ranks))}: {res.sentence}"
+        res.promoted = list(dict.fromkeys(p for r in rs for p in r.promoted))
+        if res.promoted: res.remedy = _kept(res.promoted)
+        return res
+    return [told(ranks) for ranks in res.values()]

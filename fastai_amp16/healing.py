@@ -65,8 +65,8 @@ def case(self:Healing,
 ) -> Case:
     "The batches of the present step, to be judged"
     s,making = self.scaler,self.making
-    lowest = s.min_scale if s.is_enabled() and s.dynamic else None
-    return Case(making.batches, f, self.keeps(), self.dtype, s.get_scale(), lowest, self.training, making.silent, tell)
+    lowest,start = (s.min_scale,s.start) if s.is_enabled() and s.dynamic else (None,None)
+    return Case(making.batches, f, self.keeps(), self.dtype, s.get_scale(), lowest, start, self.training, making.silent, tell)
 
 _silence = 3 # seconds that a diagnosis may take without a sign of life
 
@@ -104,7 +104,7 @@ def examine(self:Healing,
     failures,can = [o.failure for o in found if o.failure],all(o.fp32_can for o in found)
     making.failed = bool(failures)
     for o in failures:
-        self.say_once(f"A batch overflowed in {self.amp_mode.value}, and its diagnosis failed: {o}. "
+        self.say_once(f"A batch went wrong in {self.amp_mode.value}, and its diagnosis failed: {o}. "
                       f"{'It is computed in fp32 instead' if can and self.on_spiral=='heal' else 'Its step is skipped'}.")
     def tells(r): return r.verdict!='healthy' and (self.training or not r.fp32_fails)
     reports = merged([o.report if o.report and tells(o.report) else None for o in found])

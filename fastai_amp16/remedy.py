@@ -10,17 +10,20 @@ import math,re
 from dataclasses import dataclass
 from fastai.basics import *
 from .rerun import Watch,loss_name
-from .case import Case,faults
+from .case import Case,faults,has_code
 
 # %% ../nbs/13_remedy.ipynb #1ab605fa
 def scale_that_fits(
     case:Case, # What `diagnose` has judged
     promoted=() # What is kept in fp32 besides, as `keep_fp32` takes it
 ) -> float|None: # `None` if there is none
-    "The present loss scale if the batch is sound at it, else one within a factor of four of the largest power of two at which it is"
-    top = math.log2(case.scale)
-    if promoted and case.is_sound(promoted): return case.scale
-    if case.lowest==case.scale: return None
+    """The present loss scale if the batch is sound at it, else one within a factor of four of the largest power of two at which it is
+
+    With something kept in fp32, the loss scale of the start, where the present one is lower."""
+    highest = max(case.scale, case.start or 0) if promoted else case.scale
+    top = math.log2(highest)
+    if promoted and case.is_sound(promoted, highest): return highest
+    if case.lowest==highest: return None
     floor = math.log2(case.lowest)
     good,bad,step,e = None,top,2,min(case.largest_scale(case.half), math.ceil(top)-1)
     while good is None or bad-good>3:
@@ -34,14 +37,12 @@ def scale_that_fits(
     return 2.**good
 
 # %% ../nbs/13_remedy.ipynb #78e9261b
-_own_kinds = nn.Sequential,nn.ModuleList,nn.ModuleDict # which have no code of their own to speak of
-
 def _ladder(case, name):
     "What to keep in fp32 for a fault in the module `name`, the least first, as `keep_fp32` takes it"
     callers = {f.parent.name for f in case.fp32.frames if f.op is None and f.parent and f.parent.name!=f.name}
     while True:
-        if not isinstance(case.model.get_submodule(name), _own_kinds):
-            if name in callers: yield name+'.' # its own code, without the modules that it calls
+        if has_code(case.model.get_submodule(name)):
+            if name in callers or not name: yield name+'.' # its own code, without the modules that it calls
             if name: yield name
         if not name: break
         name = name.rpartition('.')[0]
@@ -49,7 +50,7 @@ def _ladder(case, name):
 
 def _covers(promoted, o):
     "Is `o` among what is kept already?"
-    return any(o==p or p=='' or not p.endswith('.') and o.startswith(p+'.') for p in promoted)
+    return any(o==p or p=='' or o.startswith(p+'.') for p in promoted)
 
 def likeness(
     case:Case, # Whose model it is about
@@ -88,7 +89,7 @@ class _Search:
         self.add_frames([f for p,f in found if p==phase], phase, half, scale, alike)
         if len(self.kept)==n: # what stays in a module's own code may do harm further on
             self.add_frames([f for p,f in faults(half, self.case.fp32) if p=='forward'], 'forward', half, scale, alike)
-        if len(self.kept)==n: self.add_before(phase, half, scale)
+        if len(self.kept)==n: self.add_before(phase, found[0][1] if found else None, half, scale)
         return len(self.kept)>n
 
     def add_frames(self, frames, phase, half, scale, alike):
@@ -96,17 +97,16 @@ class _Search:
         by_name = groupby((f for f in frames if f.name!=loss_name), lambda f: f.name) # in the order in which each was first at fault
         for name,(frame,*_) in by_name.items():
             new = next((o for o in _ladder(case, name) if not _covers(kept, o)), None)
-            if not new: continue # everything is the last resort
+            if not new and name: continue # everything is the last resort
             why = Reason(phase, frame, half, scale)
             if not _covers(self.kept, new) or new in self.kept and self.kept[new].alike: self.kept[new] = why
             for o in _alike(case, new) if alike or half.error is not None else ():
                 if not _covers(self.kept, o): self.kept[o] = Reason(phase, frame, half, scale, alike=True)
 
-    def add_before(self, phase, half, scale):
+    def add_before(self, phase, frame, half, scale):
         "Where no place can be named: what ran last, then twice as much, and so on; at last everything"
         ran = dict.fromkeys(f.name for f,where,_ in reversed(half.events or self.case.fp32.events) if where=='out' and f.name!=loss_name)
         todo = [o for name in ran if (o:=next(_ladder(self.case, name))) and not _covers(self.kept, o)]
-        frame = next((f for f in half.frames if f.name==loss_name), None) if phase=='loss' else None
         for o in todo[:self.back] or ([] if '' in self.kept else ['']): self.kept[o] = Reason(phase, frame, half, scale)
         self.back *= 2
 
@@ -153,7 +153,7 @@ def _joined(case, promoted):
     "With the name of a module in place of its own code and all its children; in the order of the model"
     for name,m in reversed(list(case.model.named_modules())): # inner modules first
         children = {f'{name}.{n}' for n,_ in m.named_children()}
-        own = isinstance(m, _own_kinds) and len(children)>1 or f'{name}.' in promoted
+        own = not has_code(m) and len(children)>1 or f'{name}.' in promoted
         if name and children and own and children<=set(promoted): promoted = [*(p for p in promoted if not p.startswith(name+'.')), name]
     order = [n for n,_ in case.model.named_modules()]
     return sorted(promoted, key=lambda p: order.index(p.rstrip('.')))

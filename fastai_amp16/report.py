@@ -33,7 +33,7 @@ def keep_code(
     dtype:torch.dtype # The half precision
 ) -> str:
     "The call that keeps `names` in fp32"
-    names = [n for n in dict.fromkeys(names) if not any(n!=o and n.startswith(o+'.') for o in names)] # what is inside is kept as well
+    names = [n for n in dict.fromkeys(names) if not any(n.startswith(o+'.') for o in names)] # what is inside is kept as well
     return f"learn.to_{'bf' if dtype==torch.bfloat16 else 'fp'}16_dynamic(keep_fp32=[{', '.join(map(repr, names))}])"
 
 # %% ../nbs/11_report.ipynb #c77949cd

@@ -61,6 +61,7 @@ class DynamicScaler(GradScaler):
         require(backoff_factor<1, who, 'backoff_factor', backoff_factor, 'a number between 0 and 1')
         super().__init__(device, float(init_scale), growth_factor, backoff_factor, growth_interval, enabled)
         self.hysteresis,self.min_scale,self.max_scale,self.dynamic = hysteresis,min_scale,max_scale,dynamic
+        self.start = float(init_scale)
         self._tolerance = hysteresis # overflows until the scale backs off
         self.settled = False # has a step been taken at this scale, or one that it grew or fell from?
         self._target = None # the scale to return to after a single batch forced it far down
@@ -131,12 +132,15 @@ _calm_steps = 8 # outliers come less often than every few steps, and 20 doubling
 
 @patch
 def took(self:DynamicScaler,
-    scale:float # The loss scale of the run whose gradients were finite, at most the present one
+    scale:float # The loss scale of the run whose gradients were finite; above the present one where what had lowered that was mended
 ):
     "A step was taken at `scale`: choose the scale of the next one"
     if not (self._enabled and self.dynamic): return
     now,settled,self.settled = self._init_scale,self.settled,True
     if scale<now: return self._fell(scale, settled)
+    if scale>now:
+        self._init_growth_tracker,self._target = 0,self._target if self._target and self._target>scale else None
+        return self._set_scale(scale)
     if self._target is None: return self._set_scale(self._next_scale(False))
     self._calm += 1
     if self._calm<_calm_steps: return

@@ -94,7 +94,8 @@ verdicts = dict(
     backward=(mid(small_root), 'backward', '1', 'sqrt', r'derivative of `sqrt` in 1 \(Do\)'),
     nested=(lambda: case(between(nn.Sequential(Do(small_root)))), 'backward', '1.0', 'sqrt', r'derivative of `sqrt` in 1\.0 \(Do\)'),
     silent=(mid(rms, scale=1.), 'forward', '1', 'mul', r'finite numbers of that, wrong ones'),
-    rounded=(mid(lost_in_1, dtype=torch.bfloat16, scale=1., min_scale=None), 'forward', '1', 'sub', r'`sub` in 1 \(Do\) .* rounds to 0'),
+    rounded=(mid(lost_in_1, dtype=torch.bfloat16, scale=1., min_scale=None), 'forward', '1', 'sub',
+             r'`sub` in 1 \(Do\) .* are lost in bfloat16'),
     loss=(aux_case, 'loss', None, 'pow', r'`pow` in the loss function'),
     healthy=(healthy, 'healthy', None, None, r'Everything is finite in float16 at the loss scale 65536\. The least room is in'),
 )
@@ -276,7 +277,7 @@ def test_meant_infinities_in_inputs_weights_and_buffers_are_not_blamed():
     assert (r.verdict,r.samples)==('data',[1,4]) and 'inputs of the batch' in r.sentence
     r = verdict(with_nan(x, 1), with_nan(mask, 1, 6))
     assert (r.verdict,r.samples)==('data',[1,6])
-    assert verdict(x, broken='never').sentence.startswith('Weights are not finite already: never (4 of 4 numbers)')
+    assert verdict(x, broken='never').sentence.startswith('Weights or buffers are not finite to begin with: never (4 of 4 numbers)')
     assert verdict(with_nan(x, 1), broken='weight').verdict=='weights'
 
 def test_divergence_beside_a_mask_of_infinities():
@@ -487,6 +488,72 @@ def test_an_exception_that_fp32_raises_as_well_is_the_same():
     def boom(x): raise error
     assert find(case(between(Do(boom))), error=error).same
 
+class Within(nn.Sequential):
+    "A container with code of its own"
+    def forward(self, x): return times_and_back(super().forward(x))
+
+class Dense(nn.ModuleDict):
+    "As torchvision's dense blocks are written"
+    def forward(self, x):
+        for m in self.values(): x = x+m(x)
+        return times_and_back(x)
+
+class Alone(nn.Module):
+    "A model without modules"
+    def __init__(self):
+        super().__init__()
+        self.w,self.h = nn.Parameter(torch.randn(16,8)/3),nn.Parameter(torch.randn(1,16)/4)
+    def forward(self, x): return nn.functional.linear(times_and_back(nn.functional.linear(x, self.w)), self.h)
+
+@pytest.mark.parametrize('block,promoted', [
+    (lambda: Within(nn.Linear(16,16), nn.ReLU()), ['1.0.','1.1.','1.2.']),
+    (lambda: Dense({k: nn.Linear(16,16) for k in 'ab'}), ['1.0.'])]) # whose sums are fp32 from then on
+def test_containers_with_code_of_their_own(block, promoted):
+    "Their code alone is to blame, and has a row of the table; plain containers have neither"
+    r = diagnose(case(between(nn.Sequential(*[block() for _ in range(3)]))))
+    assert (r.verdict,r.producer,r.op,r.promoted)==('forward','1.0','mul',promoted)
+    assert '1.0' in set(r.table.module) and '1' not in set(r.table.module)
+
+def test_a_model_without_modules():
+    r = diagnose(case(Alone))
+    assert (r.verdict,r.producer,r.op,r.promoted)==('forward','','mul',['.'])
+    assert r.sentence.startswith('`mul` in the code of the model itself (Alone) gives numbers up to ')
+
+def test_a_module_whose_name_begins_like_an_article():
+    def model():
+        res = nn.Sequential()
+        for name,*size in (('one',8,16),('theta',16,16),('two',16,1)): res.add_module(name, nn.Linear(*size))
+        with torch.no_grad(): res.theta.weight.mul_(1e6)
+        return res
+    assert diagnose(case(model)).sentence.startswith('theta (Linear) gives numbers up to ')
+
+def test_predictions_whose_number_depends_on_them_tell_nothing():
+    assert deviation([torch.ones(3)], [torch.ones(4)])==0
+    assert deviation([torch.ones(3),2*torch.ones(4)], [torch.ones(4),torch.ones(4)])>0.5
+
+def test_sparse_inputs_are_left_alone():
+    x = torch.randn(8,8).to_sparse()
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8,1))
+        def forward(self, x): return torch.sparse.mm(x, self.w)*math.inf
+    c = case(Sparse)
+    c.batches.inputs.clear()
+    c.learn.xb = (x,)
+    c.batches.add()
+    assert diagnose(c).verdict=='divergence'
+
+@pytest.mark.parametrize('loss_func', [lambda p,t: ((p-100).sqrt()-(t-100).sqrt()).square().mean(), lambda p,t: (1e4*p-t).exp().mean()])
+def test_a_loss_function_that_predictions_are_bad_for_is_not_at_fault(loss_func):
+    assert diagnose(case(between(nn.ReLU()), y=200+torch.rand(8,1), loss_func=loss_func)).verdict=='divergence'
+
+def test_the_words_of_several_ranks_agree_with_what_is_done():
+    def report(scale, promoted):
+        return PrecisionReport('forward', f'{scale} fits.', f'keep_fp32={promoted}', 'a', promoted=promoted, new_scale=scale)
+    r, = merged([report(2., ['x']), report(0.25, ['y'])])
+    assert (r.sentence,r.new_scale,r.promoted,r.remedy)==('0.25 fits.', 0.25, ['x','y'], "keep_fp32=['x', 'y']")
+
 def test_what_several_ranks_found_is_told_once():
     def report(verdict='forward', producer='a', promoted=(), scale=None, **kwargs):
         return PrecisionReport(verdict, f'{producer} overflows.', producer=producer, promoted=list(promoted), new_scale=scale, **kwargs)
@@ -494,7 +561,7 @@ def test_what_several_ranks_found_is_told_once():
     one, = merged([report(promoted=['a'], scale=8.), report(promoted=['b','a'], scale=4.)])
     assert one.sentence=='a overflows.' and one.promoted==['a','b'] and one.new_scale==4
     a,b = merged([None, report(), report(producer='b'), report()])
-    assert (a.sentence,b.sentence)==('On rank 1, 3: a overflows.','On rank 2: b overflows.') and a.new_scale is None
+    assert (a.sentence,b.sentence)==('On ranks 1, 3: a overflows.','On rank 2: b overflows.') and a.new_scale is None
     assert len(merged([report('data', None, samples=[1]), report('data', None, samples=[2])]))==2
 
 def test_a_look_keeps_what_a_step_keeps():

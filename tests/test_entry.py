@@ -147,6 +147,12 @@ def test_programs_that_call_the_model_in_their_own_way(cls):
     assert {0,5}<=set(ran_again(b)) and len(ran_again(b))<=3 and not b.mixed_precision.promoted
     assert int(a.model.enc[1].num_batches_tracked)==int(b.model.enc[1].num_batches_tracked)
 
+@pytest.mark.parametrize('cls', [Again,Reentrant,Reversible])
+def test_what_is_recomputed_when_fp32_is_asked(cls):
+    "In the 16th step"
+    a,b = [fit(make(cls, to, n=18*16), 1) for to in (Learner.to_fp32, hot)]
+    same_training(a, b)
+
 @pytest.mark.parametrize('cls', [o for o in programs if o not in (Functional,Again,Reentrant)]) # these read masters, which autocast casts
 def test_every_call_computes_in_half_precision(cls):
     "Nothing overflows, so there is no run in fp32"

@@ -316,7 +316,7 @@ def test_a_batch_that_raises_in_fp32_only_is_skipped_as_told():
     mp = learn.mixed_precision
     assert mp.history.skipped.tolist()==[i==2 for i in range(8)] and mp.promoted==[]
     why = "in fp32 the batch raises ValueError (not in fp32)"
-    assert msgs==[f"A batch overflowed in fp16, and its diagnosis failed: {why}. Its step is skipped."]
+    assert msgs==[f"A batch went wrong in fp16, and its diagnosis failed: {why}. Its step is skipped."]
 
 @pytest.mark.parametrize('name', ['_table','heal','faults','_said'])
 def test_a_diagnosis_that_fails_does_not_lose_the_batch_and_says_why(name, monkeypatch):
@@ -325,7 +325,7 @@ def test_a_diagnosis_that_fails_does_not_lose_the_batch_and_says_why(name, monke
     monkeypatch.setattr(diagnose, name, broken)
     learn,msgs = said(make)
     assert all_taken(learn) and len(learn.mixed_precision.history)==8 and learn.mixed_precision.reports==[]
-    assert msgs==["A batch overflowed in fp16, and its diagnosis failed: it raises IndexError (tuple index out of range). "
+    assert msgs==["A batch went wrong in fp16, and its diagnosis failed: it raises IndexError (tuple index out of range). "
                   "It is computed in fp32 instead."]
     torch.testing.assert_close(weights(learn), weights(fit(make().to_fp32())), rtol=1e-4, atol=1e-5) # all steps are fp32's
     clean(learn)
@@ -451,6 +451,17 @@ def test_a_divergence_that_passes_does_not_end_the_fit():
     learn = fit(learner(between(Explode()), cbs=Poison({2,6}, 'precision')).to_fp16_dynamic(), 3)
     mp = learn.mixed_precision
     assert len(learn.recorder.values)==3 and mp.history.index[mp.history.skipped].tolist()==[2,6] and mp.reports[-1].verdict=='divergence'
+
+@quiet
+def test_what_lowered_the_scale_gives_it_back_when_it_is_mended():
+    "A branch whose gradients overflow until a low loss scale makes nothing of them, which the next step finds"
+    def model():
+        branch = Do(lambda x: x*2.**-28),nn.Linear(8,16,bias=False),Do(lambda x: x*2.**28)
+        return nn.Sequential(*branch, nn.Tanh(), nn.Linear(16,1))
+    learn = fit(learner(model).to_fp16_dynamic(), 6)
+    mp = learn.mixed_precision
+    assert all_taken(learn) and mp.promoted and mp.history.index[mp.history.reruns>0].tolist()==[0,1]
+    assert mp.history.loss_scale[0]<1 and (mp.history.loss_scale[1:]==2.**16).all()
 
 def test_what_nothing_heals():
     "A module that computes in half precision by itself"
