@@ -254,12 +254,12 @@ def test_published_finds_what_is_to_spare():
     with pytest.raises(RuntimeError, match='not enough'): published.least('BLOOM', dict(o, new=['head']))
 
 def test_published_says_what_goes_badly():
-    good = dict(name='a', link='https://a', says='`wo`', plain='100% of 15 steps skipped', distance=0.001, skipped=0, named=True, spare=[],
-                half=9, could_be=9, layers=10, pause=5.4, reports=[dict(producer='b.wo', op='linear')])
+    good = dict(name='a', link='https://a', says='`wo`', plain='100% of 15 steps skipped', distance=0.001, rounding=0.02, skipped=0,
+                named=True, spare=[], half=9, could_be=9, layers=10, pause=5.4, reports=[dict(producer='b.wo', op='linear')])
     bad = dict(good, name='z', distance=0.5, named=False, spare=['b.c'], half=3, reports=[dict(producer='', op=None)])
     table = published.table(dict(rows=[good, bad])).splitlines()
-    assert table[2]=='| [a](https://a) | `wo` | 100% of 15 steps skipped | yes, 0.1 % | yes: `linear` in `b.wo` | 9 of 10 | yes | 5 |'
-    assert '| no, 50 % | no: ' in table[3] and '| 3 of 10 (9 could) | no |' in table[3]
+    assert table[2]=='| [a](https://a) | `wo` | 100% of 15 steps skipped | yes, 0.1 % | 2 % | yes: `linear` in `b.wo` | 9 of 10 | yes | 5 |'
+    assert '| no, 50 % | 2 % | no: ' in table[3] and '| 3 of 10 (9 could) | no |' in table[3]
     assert published.claim([good, bad]).count('1 of 2')==3 and 'in 1 of them' in published.claim([good, bad])
     assert not published.ends(dict(good, skipped=1))
 
