@@ -317,12 +317,16 @@ def training_case(
                     if learn._fitting: raise
         mp.plan,mp.making = None,None
         try:
-            with mp.asking(entry):
-                case = mp.case(learn._do_one_batch)
-                case.backward = case.backward and any(p.requires_grad for p in case.model.parameters())
-                yield case
-        finally:
+            try:
+                with mp.asking(entry):
+                    case = mp.case(learn._do_one_batch)
+                    case.backward = case.backward and any(p.requires_grad for p in case.model.parameters())
+                    yield case
+            finally:
+                if not stood: entry.leave()
+        except BaseException: # a Ctrl-C at that line
             if not stood: entry.leave()
+            raise
 
 @patch
 def diagnose_fp16(self:Learner,
