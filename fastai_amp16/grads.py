@@ -47,7 +47,7 @@ def read_all(
     if not ts: return list(os)
     # fp16 could not hold a sum; and what travels must be of one type on all ranks, whatever they have
     device,dtype = ts[0].device,torch.float32 if group else functools.reduce(torch.promote_types, (t.dtype for t in ts), torch.float32)
-    def number(o): return o.to(device, dtype).reshape(()) if isinstance(o, Tensor) else torch.tensor(o, dtype=dtype, device=device)
+    def number(o): return o.to(device, dtype).reshape(()) if isinstance(o, Tensor) else torch.full((), o, dtype=dtype, device=device)
     with torch.no_grad(): flat = torch.stack([number(o) for o in (ts if group is None else os)])
     if group is None:
         read = iter(flat.tolist())

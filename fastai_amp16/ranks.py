@@ -273,7 +273,7 @@ class Ranks:
 
         Costs one `all_reduce` of `len(os)` numbers in fp32. NaN and infinity survive it."""
         if self.group is not None and not any(isinstance(o, Tensor) for o in os): # only tensors travel
-            os = [torch.tensor(o, dtype=torch.float32, device=next(self.ddp.parameters()).device) for o in os]
+            os = [torch.full((), o, dtype=torch.float32, device=next(self.ddp.parameters()).device) for o in os]
         return [float(o) for o in read_all(os, self.group)] if os else []
 
     def gather(self,

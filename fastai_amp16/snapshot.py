@@ -365,12 +365,19 @@ class ModelState:
         return self.tensors.is_stuck(noted.large)
 
 # %% ../nbs/07_snapshot.ipynb #4b84f2a1
-def _is_broken(o):
-    return any(not t.isfinite().all() for t in held(o)) or isinstance(o, float) and not math.isfinite(o)
+def _sign(o, device):
+    "0, or NaN if not all numbers in `o` are finite: a number, or a tensor of one number"
+    signs = [(0*t.detach()).sum().abs() for t in held(o)]
+    # a copy from the CPU is made at once, and the host need not wait for the device
+    return sum(t.to(device, non_blocking=t.device.type=='cpu') for t in signs)+(0*o if isinstance(o, float) else 0)
+
+def _since(before, now, device):
+    "The sign of `now`, or 0 where that of `before` was NaN already; nothing is read from the device for this"
+    return torch.where(before.to(device).isnan(), 0., now) if isinstance(before, Tensor) else now if before==0 else 0
 
 @patch
-def _watch(self:ModelState):
-    "What has changed in the first step, was finite before, and is no statistic of a norm, which the loss tells of"
+def _watch(self:ModelState, device):
+    "What has changed in the first step, with its sign before that, and is no statistic of a norm, which the loss tells of"
     self.watched = []
     if self.first is None: return
     noted,small = self.first
@@ -383,8 +390,8 @@ def _watch(self:ModelState):
         if isinstance(now, (list,dict,deque)): return not now or any(isinstance(o, (float,Tensor)) for o in inside(now))
         if type(now) in _in_place: return False
         return now is not v or any(id(t) in moved for t in held(now))
-    self.watched = [(d,k) for d,before in dicts if id(d) not in norms for k,now in d.items() if k not in _torchs
-                    and changed(v:=before.get(k), now) and not _is_broken(first.get(id(v), v))]
+    self.watched = [(d,k,_sign(first.get(id(v), v), device)) for d,before in dicts if id(d) not in norms for k,now in d.items()
+                    if k not in _torchs and changed(v:=before.get(k), now)]
     self.first = None
 
 @patch
@@ -392,9 +399,8 @@ def verdict(self:ModelState,
     device:torch.device # Where to
 ): # A number, or a tensor of one number
     "0, or NaN if something that is carried to the next batch was finite at first and is not any more"
-    if self.watched is None: self._watch()
-    now = [d.get(k) for d,k in self.watched]
-    return sum([(0*t.detach()).sum().abs().to(device) for o in now for t in held(o)]+[0*o for o in now if isinstance(o, float)])
+    if self.watched is None: self._watch(device)
+    return sum(_since(before, _sign(d.get(k), device), device) for d,k,before in self.watched)
 
 @patch
 def carried(self:ModelState) -> list: # Pairs of a dotted name and a tensor

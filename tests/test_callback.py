@@ -128,6 +128,25 @@ def test_one_host_read_a_step(to, cbs):
     n = reads(to, Poison({1}, 'backward'), Poison2({4}))
     assert [o for i,o in enumerate(n) if i not in (1,4,15)]==[1]*15 and max(n)<=30
 
+class Carries(nn.Module):
+    "An average in a buffer, a hidden state, a list of tensors and a number, which go from batch to batch"
+    def __init__(self):
+        super().__init__()
+        self.lin,self.out,self.mean,self.last,self.n = nn.Linear(8,8),nn.Linear(8,1),torch.zeros(8),[torch.zeros(8)],0.
+        self.register_buffer('average', torch.zeros(8))
+    def forward(self, x):
+        h = self.lin(x)
+        if self.training:
+            self.average.lerp_(h.detach().float().mean(0), 0.1)
+            self.mean,self.n = h.detach().mean(0),self.n+1.
+            self.last = [self.mean]
+        return self.out(h+self.average)
+
+def test_what_modules_carry_is_judged_in_the_same_read():
+    "From the first step of a fit on, in which it is learned what they carry"
+    learn = learner(Carries()).to_fp16_dynamic()
+    assert Count().of(learn)[1]==[1]*4 and Count().of(learn)[1]==[1]*4
+
 class Poison2(Poison):
     def __init__(self, steps): super().__init__(steps, 'forward')
 

@@ -2,6 +2,7 @@
 import math
 import pytest,torch
 from fastai.basics import Optimizer,nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from fastai_amp16.grads import grad_params,grad_values,read_all,scale_grads
 
 def params(*dtypes):
@@ -53,3 +54,18 @@ def test_all_that_is_read_is_added_up_over_a_group(monkeypatch):
     monkeypatch.setattr(torch.distributed, 'all_reduce', all_reduce)
     assert read_all([torch.tensor(60000., dtype=torch.float16), 3, torch.tensor(math.inf)], group='both')==[120000., 6., math.inf]
     assert len(calls)==1 and calls[0][1]=='both' and len(calls[0][0])==3
+
+def test_numbers_are_made_where_the_tensors_are(monkeypatch):
+    "A copy from the host's memory to a GPU would wait for all that the GPU has to do"
+    class Operators(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = set()
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.add(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+    monkeypatch.setattr(torch.distributed, 'all_reduce', lambda t, group: None)
+    x = torch.tensor(2.)
+    with Operators() as ops: assert read_all([x, 3, True, 0.5], group='all')==[2., 3., 1., 0.5]
+    with Operators() as copied: torch.tensor(3.)
+    assert torch.ops.aten.full in ops.names and copied.names=={torch.ops.aten.lift_fresh} and not copied.names & ops.names
