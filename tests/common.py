@@ -6,6 +6,8 @@ from fastai_amp16.optimizer import AdamW16
 
 both = pytest.mark.parametrize('to,dtype', [('to_fp16_dynamic',torch.float16), ('to_bf16_dynamic',torch.bfloat16)], ids=['fp16','bf16'])
 
+devices = 'cpu','cuda'
+
 def mlp(bn=True): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16) if bn else nn.Identity(), nn.ReLU(), nn.Linear(16,1))
 
 def plain_mlp(): return mlp(bn=False)
@@ -61,7 +63,8 @@ def equal(a, b):
 
 def masters(learn):
     "What must hold outside a forward pass, in a fit as well"
-    assert not torch.is_autocast_enabled('cpu') and torch.backends.mha.get_fastpath_enabled() and isinstance(learn.model, nn.Module)
+    assert not any(map(torch.is_autocast_enabled, devices))
+    assert torch.backends.mha.get_fastpath_enabled() and isinstance(learn.model, nn.Module)
     held = {id(p) for pg in learn.opt.param_lists for p in pg}
     for p in learn.model.parameters():
         assert p.dtype in (torch.float32,torch.float64,torch.complex64) and (id(p) in held or not p.requires_grad)
@@ -75,7 +78,7 @@ def process_wide():
     "What torch and Python keep for the whole process or thread, and a fit may not change"
     torch.autocast_increment_nesting()
     nesting = torch.autocast_decrement_nesting()
-    autocast = nesting,torch.get_autocast_dtype('cpu'),torch.is_autocast_cache_enabled(),torch.is_autocast_enabled('cpu')
+    autocast = nesting,torch.is_autocast_cache_enabled(),*((torch.get_autocast_dtype(o),torch.is_autocast_enabled(o)) for o in devices)
     modes = torch._C._len_torch_function_stack(),torch._C._len_torch_dispatch_stack(),torch._C._is_torch_function_enabled()
     grads = torch.is_grad_enabled(),torch.is_inference_mode_enabled()
     return autocast,modes,grads,torch.backends.mha.get_fastpath_enabled(),list(warnings.filters)
