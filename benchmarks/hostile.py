@@ -4,7 +4,7 @@ from collections import namedtuple
 from functools import partial
 import torch
 import torch.nn.functional as F
-from fastai.basics import SGD,DataLoader,DataLoaders,Learner,accuracy,nn,set_seed
+from fastai.basics import SGD,DataLoader,DataLoaders,Learner,accuracy,default_device,nn,set_seed
 from fastai_amp16.all import AdamW16
 from fastai_amp16.demo import RegNetY
 
@@ -17,7 +17,8 @@ def learner(seed, data, model, loss_func=F.cross_entropy, metric=accuracy, opt_f
     "`data(n)` are inputs and targets, the last `n_valid` of them for validation; `seed` is that of data, model and order"
     set_seed(seed, reproducible=True)
     x,y = data(n+n_valid)
-    dls = DataLoaders(DataLoader(list(zip(x[:n], y[:n])), bs=bs, shuffle=True), DataLoader(list(zip(x[n:], y[n:])), bs=n_valid))
+    loaders = DataLoader(list(zip(x[:n], y[:n])), bs=bs, shuffle=True),DataLoader(list(zip(x[n:], y[n:])), bs=n_valid)
+    dls = DataLoaders(*loaders, device=default_device())
     return Learner(dls, model(), loss_func, opt_func, metrics=metric)
 
 def classes(n, shape=(16,), c=4, noise=0.8):

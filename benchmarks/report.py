@@ -5,6 +5,7 @@ import accumulation,bf16_cpu,compatibility,convergence,diagnosis,doctor,fp16_cpu
 import scale_policy,short_fits,step_cost
 
 here = Path(__file__).parent
+gpu_results = here/'gpu.json'
 def read(name): return json.loads((here/f'{name}.json').read_text())
 
 scripts = {
@@ -161,8 +162,8 @@ Its time in steps of a fit in fp16, after a first call: {doctor.times(res)}."""
 
 def _gpu():
     found = "There is no result yet: no GPU was at hand. What the script does is tested with toys on a CPU."
-    if (here/'gpu.json').exists():
-        res = read('gpu')
+    if gpu_results.exists():
+        res = json.loads(gpu_results.read_text())
         found = '\n'.join([f"{res['machine']}.\n", gpu.head(), *map(gpu.line, res['rows']), '\n![throughput](gpu.png)'])
     return f"""## Real work, on a GPU
 

@@ -30,7 +30,7 @@ def digits_dls(
     x = torch.tensor(x, dtype=torch.float32).view(-1,1,8,8)
     ds = torch.utils.data.TensorDataset(x/x.max()*1e6 if counts else (x-x.mean())/x.std(), torch.tensor(y))
     cut = len(ds)//5
-    idxs = torch.randperm(len(ds), generator=torch.Generator().manual_seed(seed)).tolist()
+    idxs = torch.randperm(len(ds), generator=torch.Generator().manual_seed(seed), device='cpu').tolist()
     train,valid = [torch.utils.data.Subset(ds, o) for o in (idxs[cut:],idxs[:cut])]
     train.loss_func = nn.CrossEntropyLoss() # where `Learner` looks for one
     return DataLoaders(DataLoader(train, bs=bs, shuffle=True, drop_last=True), DataLoader(valid, bs=2*bs), device=default_device())

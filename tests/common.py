@@ -1,7 +1,7 @@
 "A small learner, what makes it overflow or stops it, and what must hold of it"
 import math,warnings
 import pytest,torch
-from fastai.basics import Callback,DataLoader,DataLoaders,Learner,nn,set_seed
+from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,nn,set_seed
 from fastai_amp16.optimizer import AdamW16
 
 both = pytest.mark.parametrize('to,dtype', [('to_fp16_dynamic',torch.float16), ('to_bf16_dynamic',torch.bfloat16)], ids=['fp16','bf16'])
@@ -46,7 +46,8 @@ def learner(model=mlp, n=64, bs=16, scale=1., loss_func=None, opt_func=AdamW16, 
     set_seed(0, reproducible=True)
     x = torch.randn(n, 8)
     y = scale*(x[:,:1]*x[:,1:2]+0.1)
-    dls = DataLoaders(DataLoader(Items(zip(x, y)), bs=bs, shuffle=shuffle), DataLoader(Items(zip(x[:16], y[:16])), bs=bs))
+    loaders = DataLoader(Items(zip(x, y)), bs=bs, shuffle=shuffle),DataLoader(Items(zip(x[:16], y[:16])), bs=bs)
+    dls = DataLoaders(*loaders, device=default_device()) # without, fastai would train on the CPU
     return Learner(dls, model if isinstance(model, nn.Module) else model(), loss_func or mse, opt_func, lr=lr, **kwargs)
 
 def fit(learn, n=2, lr=None, **kwargs):

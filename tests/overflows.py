@@ -3,7 +3,7 @@ import random
 from collections import Counter,OrderedDict,defaultdict,deque
 import numpy as np
 import pytest,torch
-from fastai.basics import L,Callback,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,SGD,nn,partial,set_seed
+from fastai.basics import L,Callback,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,SGD,default_device,nn,partial,set_seed
 from fastai.callback.all import GradientAccumulation,MixUp
 from fastai_amp16.all import GradientNormClip
 from common import Items,clean
@@ -66,7 +66,7 @@ class Sees(Callback):
         self.l.append(i)
         self.lazy = torch.zeros(1) if self.lazy is None else self.lazy.add_(1)
         self.moved = torch.full((1,), float(self.n))
-        self.drawn.append((self.rng.random(), torch.rand((), generator=self.gen).item(), self.np_rng.random()))
+        self.drawn.append((self.rng.random(), torch.rand((), generator=self.gen, device='cpu').item(), self.np_rng.random()))
     def after_pred(self): self.note('after_pred')
     def after_loss(self): self.note('after_loss')
     def before_backward(self): self.note('before_backward')
@@ -93,7 +93,7 @@ class Draws(nn.Module):
     def forward(self, x):
         if not self.training: return x
         drawn = (random.random(),float(np.random.rand()),float(np.random.randn()),float(torch.rand(())),self.own.random(),
-                 float(torch.rand((), generator=self.gen)))
+                 float(torch.rand((), generator=self.gen, device='cpu')))
         self.drawn.append(drawn)
         return x*(0.9+0.2*sum(drawn)/6)
 
@@ -120,7 +120,8 @@ def classifier(make, to, cbs=(), n=15, k=1., opt_func=momentum, lr=0.05, n_valid
     x = torch.randn(16*n+n_valid, 8)
     y = (x[:,0]*x[:,1]>0).long()*2+(x[:,2]>0).long()
     items = Items(zip(x, y))
-    dls = DataLoaders(DataLoader(items[:16*n], bs=16, shuffle=True), DataLoader(items[16*n:], bs=n_valid))
+    loaders = DataLoader(items[:16*n], bs=16, shuffle=True),DataLoader(items[16*n:], bs=n_valid)
+    dls = DataLoaders(*loaders, device=default_device())
     loss = CrossEntropyLossFlat() if k==1. else Times(CrossEntropyLossFlat(), k)
     return to(Learner(dls, model, loss, opt_func, lr=lr, cbs=[GradientNormClip(1.), Steps(), *cbs]))
 

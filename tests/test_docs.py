@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from fastcore.docments import docments
 from fastcore.nbio import read_nb
-import docs,readme,report,survival
+import docs,gpu,readme,report,survival
 
 root = Path(__file__).parent.parent
 nbs = sorted((root/'nbs').rglob('*.ipynb'))
@@ -132,3 +132,18 @@ def test_the_table_is_that_of_its_script():
 def test_survival(what):
     rows = {o['what']: o for o in json.loads((root/'benchmarks'/'survival.json').read_text())['rows']}
     assert survival.row(what, survival.everything[what])==rows[what] and list(rows)==list(survival.everything)
+
+def test_what_a_gpu_did_comes_to_readme_and_report_by_itself(tmp_path, monkeypatch):
+    "As soon as `benchmarks/gpu.py` has written its results; before, the README has one sentence, and no chart"
+    assert not readme.gpu_results.exists() or 'benchmarks/gpu.png' in readme.make()[0]
+    monkeypatch.setattr(readme, 'gpu_results', tmp_path/'gpu.json')
+    monkeypatch.setattr(report, 'gpu_results', tmp_path/'gpu.json')
+    without = readme.make()[0]
+    assert all('gpu.png' not in text and 'benchmarks/gpu.py' in text for text in (without, report.make()))
+    args = '--toy --size 32 --seq 8 --steps 2 --skip 1 --rounds 1 --bs 2 --models vit_small --contenders to_fp16 to_fp16_dynamic --out'
+    res = gpu.main([*args.split(), str(tmp_path/'gpu.json')])
+    text,ours = readme.make()[0],res['rows'][1]
+    assert gpu.line(ours) in report.make() and '![throughput](gpu.png)' in report.make()
+    assert f"| vit_small | 2 | {ours['samples_per_second']:.0f} | {ours['over_to_fp16']:.2f} |" in text and res['machine'] in text
+    assert "](benchmarks/gpu.png)" in text and readme.gpu_mark not in without+text
+    assert "not measured yet" in without and "not measured yet" not in text

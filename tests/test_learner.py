@@ -38,7 +38,7 @@ class Stateful(nn.Module):
         self.np += self.rng.random()
         self.by['calls'] += 1
         self.last.append(self.by['calls'])
-        x = self.drop(self.bn(self.inp(x)))+1e-3*(random.random()+np.random.rand()+torch.rand((), generator=self.gen))
+        x = self.drop(self.bn(self.inp(x)))+1e-3*(random.random()+np.random.rand()+torch.rand((), generator=self.gen, device='cpu'))
         y,self.h = self.rnn(x, self.h.detach())
         with torch.no_grad(): self.ema.mul_(0.9).add_(y.float().mean(0))
         return self.out(checkpoint(self.sn, y+self.ema, use_reentrant=False))

@@ -80,7 +80,7 @@ generators = {
     'RandomState':(lambda: np.random.RandomState(1), lambda o: o.randn(3).tolist()),
     'numpy':(lambda: np.random.default_rng(1), lambda o: o.normal(size=3).tolist()),
     'numpy, another':(lambda: np.random.Generator(np.random.MT19937(1)), lambda o: o.integers(0, 9, 3).tolist()),
-    'torch':(lambda: torch.Generator().manual_seed(1), lambda o: torch.rand(3, generator=o).tolist())}
+    'torch':(lambda: torch.Generator().manual_seed(1), lambda o: torch.rand(3, generator=o, device='cpu').tolist())}
 
 @pytest.mark.parametrize('name', generators)
 def test_generators_of_ones_own_draw_the_same_again(name):
