@@ -11,6 +11,7 @@ with warnings.catch_warnings(): # torch's, at the import of fastai: that torch.j
     from fastai.torch_core import default_device
 
 device = os.environ.get('FASTAI_AMP16_DEVICE', 'cpu') # what the tests train on
+if torch.cuda.is_available(): default_device(device=='cuda')
 
 defaults.cpus = 0 # no worker processes for data: a fork of a process with threads may never end
 
@@ -21,7 +22,6 @@ def pytest_configure(config):
     config.addinivalue_line('markers', 'cpu_only(reason): skipped under FASTAI_AMP16_DEVICE=cuda')
     if device not in ('cpu','cuda'): raise pytest.UsageError(f"FASTAI_AMP16_DEVICE={device}: it must be cpu or cuda")
     if device=='cuda' and not torch.cuda.is_available(): raise pytest.UsageError("FASTAI_AMP16_DEVICE=cuda, and PyTorch finds no GPU")
-    if torch.cuda.is_available(): default_device(device=='cuda')
 
 def pytest_collection_modifyitems(items):
     "Notebooks come last, that of the callback at the very end: they define everything anew and patch it onto fastai's classes"

@@ -7,6 +7,8 @@ from fastai.basics import DataLoaders,Learner
 from fastai_amp16.all import DynamicScaler
 from trainings import trainings
 
+pytestmark = pytest.mark.cpu_only('these scripts measure on one')
+
 def read(path): return json.loads(path.read_text())
 
 # %% running again

@@ -541,7 +541,7 @@ def test_several_inputs_and_outputs_in_a_dict(to, dtype):
     def run(to):
         set_seed(0, reproducible=True)
         x,c = torch.randn(64,8),torch.randint(0, 5, (64,3))
-        dls = DataLoaders.from_dsets(Items(zip(x, c, x[:,:1])), Items(zip(x, c, x[:,:1])), bs=16, shuffle=False, device='cpu')
+        dls = DataLoaders.from_dsets(Items(zip(x, c, x[:,:1])), Items(zip(x, c, x[:,:1])), bs=16, shuffle=False, device=default_device())
         dls.n_inp = 2
         learn = Learner(dls, TwoInputs(emb=nn.Embedding(5,8)), mse, AdamW16, lr=1e-2)
         return fit(to(learn), 2)
@@ -570,7 +570,7 @@ def digits(to, cbs=None, model=conv_net, n=64, **kwargs):
     "A learner of scikit-learn's digits, some of them"
     set_seed(0, reproducible=True)
     train,valid = (Items([dl.dataset[i] for i in range(m)]) for dl,m in zip(digits_dls().loaders, (n,32)))
-    dls = DataLoaders.from_dsets(train, valid, bs=16, device='cpu')
+    dls = DataLoaders.from_dsets(train, valid, bs=16, device=default_device())
     return to(Learner(dls, model(), CrossEntropyLossFlat(), AdamW16, lr=1e-2, metrics=accuracy, cbs=cbs, **kwargs))
 
 @both
@@ -615,7 +615,7 @@ def test_recurrent_callbacks():
         x = torch.randint(0, 20, (48,7))
         model = SequentialRNN(AWD_LSTM(20, 8, 8, 2), LinearDecoder(20, 8, 0.1, bias=True))
         items = Items(zip(x[:,:6], x[:,1:]))
-        dls = DataLoaders.from_dsets(items, items, bs=16, shuffle=False, drop_last=True, device='cpu')
+        dls = DataLoaders.from_dsets(items, items, bs=16, shuffle=False, drop_last=True, device=default_device())
         learn = to(Learner(dls, model, CrossEntropyLossFlat(), AdamW16, lr=1e-2, cbs=rnn_cbs(alpha=2, beta=1), moms=(0.8,0.7,0.8)))
         return fit(learn, 2)
     a = run(Learner.to_fp32)

@@ -26,7 +26,7 @@ def test_half_precision_in_training_and_validation(to, dtype):
     for o in spies: o.seen = seen
     losses = []
     def loss_func(p, t):
-        losses.append((p.dtype, torch.is_autocast_enabled('cpu')))
+        losses.append((p.dtype, torch.is_autocast_enabled(default_device().type)))
         return (p-t).pow(2).mean()
     learn = fit(getattr(learner(nn.Sequential(*spies), loss_func=loss_func), to)(), 1)
     f = torch.float32
@@ -50,10 +50,11 @@ def test_trains_as_a_hand_written_loop():
             if self.training: losses.append(self.loss.item())
     fit(ours, 3, cbs=Losses())
 
-    opt,scaler,ref = torch.optim.AdamW(model.parameters(), 1e-2, (0.9,0.99), 1e-4, 0.1),torch.amp.GradScaler('cpu'),[]
+    dev = default_device().type
+    opt,scaler,ref = torch.optim.AdamW(model.parameters(), 1e-2, (0.9,0.99), 1e-4, 0.1),torch.amp.GradScaler(dev),[]
     for _ in range(3):
         for xb,yb in ours.dls.train:
-            with torch.autocast('cpu', torch.float16): pred = model(xb)
+            with torch.autocast(dev, torch.float16): pred = model(xb)
             loss = mse(pred.float(), yb)
             ref.append(loss.item())
             scaler.scale(loss).backward()
@@ -83,6 +84,8 @@ def test_true_weight_decay_reaches_the_next_forward(to, dtype):
     fit(learn, 25, cbs=check)
     assert check.n==125
     for p,b in zip(learn.model.parameters(), before): torch.testing.assert_close(p.detach(), b*(1-1e-5)**100, rtol=2e-5, atol=0)
+
+counts = pytest.mark.cpu_only('counts its operators; test_cuda counts synchronizations')
 
 class Count(TorchDispatchMode):
     "Counts operators and reads by the host; what a forward or a backward pass dispatches is apart"
@@ -117,6 +120,7 @@ class Count(TorchDispatchMode):
         with self, methods: fit(learn, 1, cbs=[Begin(), End()])
         return [list(o) for o in zip(*rows)]
 
+@counts
 @pytest.mark.parametrize('to', ['to_fp16_dynamic','to_bf16_dynamic'])
 @pytest.mark.parametrize('cbs', [[], [GradientNormClip(0.1)]], ids=['','clip'])
 def test_one_host_read_a_step(to, cbs):
@@ -142,6 +146,7 @@ class Carries(nn.Module):
             self.last = [self.mean]
         return self.out(h+self.average)
 
+@counts
 def test_what_modules_carry_is_judged_in_the_same_read():
     "From the first step of a fit on, in which it is learned what they carry"
     learn = learner(Carries()).to_fp16_dynamic()
@@ -150,6 +155,7 @@ def test_what_modules_carry_is_judged_in_the_same_read():
 class Poison2(Poison):
     def __init__(self, steps): super().__init__(steps, 'forward')
 
+@counts
 def test_each_attempt_reads_once():
     "A scale that is too high: what can run again is asked once besides"
     learn = learner().to_fp16_dynamic(init_scale=2.**24)
@@ -157,6 +163,7 @@ def test_each_attempt_reads_once():
     n = learn.mixed_precision.n_rerun
     assert 0<n<8 and first<=2*n+1 and rest==[1]*3
 
+@counts
 def test_at_most_30_operators_a_step():
     "However many tensors there are: all but forward and backward pass, so noting what a batch may change, loss, clipping and optimizer"
     def block(): return nn.Sequential(nn.Linear(16,16), nn.BatchNorm1d(16), nn.ReLU())

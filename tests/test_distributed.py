@@ -14,11 +14,14 @@ from fastai_amp16.all import GradientNormClip
 from common import *
 from processes import Processes,timeout
 
+pytestmark = pytest.mark.cpu_only('processes over gloo')
+
 @contextmanager
 def accelerated(rank):
     "What Accelerate and fastai need to run on CPUs"
     from accelerate.state import AcceleratorState
     from fastai.distributed import DistributedDL
+    default_device(False)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', ACCELERATE_USE_CPU='1')
     def _broadcast(self, t, rank): # fastai's own calls `.cuda()`
         t = torch.tensor(t)

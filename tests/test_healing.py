@@ -24,6 +24,7 @@ def all_taken(learn):
     return mp.n_skipped==0 and len(mp.history)==len(learn.recorder.losses)
 
 # %% the zoo
+@pytest.mark.cpu_only('the plain loop is one for it')
 @pytest.mark.parametrize('name', zoo)
 def test_plain_fp16_fails(name):
     "With a dynamic loss scale or with a static one, where fp32 passes 0.9 by far"

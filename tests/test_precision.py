@@ -10,6 +10,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.precision import PrecisionPlan,find_modules,half_forward,is_norm,norm_types,register_norm,writes_weights
 
+pytestmark = pytest.mark.cpu_only("beside that one's autocast")
+
 dtypes = pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=['fp16','bf16'])
 
 class Net(nn.Module):

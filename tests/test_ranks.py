@@ -18,6 +18,8 @@ from fastai_amp16.grads import read_all
 from fastai_amp16.ranks import Echo,Ranks
 from processes import Processes,timeout
 
+pytestmark = pytest.mark.cpu_only('processes over gloo')
+
 def nothing_left():
     assert torch._C._len_torch_dispatch_stack()==0
     assert not is_in_torch_dispatch_mode(True) and not is_in_torch_dispatch_mode(False)

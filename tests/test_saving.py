@@ -120,6 +120,7 @@ def go_on(path):
     for cb in (learn.poison, learn.hostile): cb.i += 8 # two epochs lie behind
     fit(learn.load('model_1'), 4, start_epoch=2)
 
+@pytest.mark.cpu_only('bit for bit')
 def test_killed_and_resumed_in_a_new_process(tmp_path):
     "Ends where the uninterrupted fit ends, bit for bit: weights, optimizer, scale, random state"
     def process(what, path):
