@@ -1,7 +1,7 @@
 "benchmarks/README.md, from the JSON files that the scripts wrote: every number in it is one of theirs"
 import json,statistics
 from pathlib import Path
-import accumulation,bf16_cpu,compatibility,convergence,diagnosis,doctor,fp16_cpu,gpu,libraries,memory,published
+import accumulation,bf16_cpu,compatibility,convergence,cuda_dispatch,diagnosis,doctor,fp16_cpu,gpu,libraries,memory,published
 import scale_policy,short_fits,step_cost
 
 here = Path(__file__).parent
@@ -12,6 +12,7 @@ scripts = {
     'short_fits': 'where short fits end, by running batches again and by skipping steps',
     'accumulation': 'what is kept for running accumulated batches again',
     'step_cost': 'what a step costs where launches do: milliseconds, operators, host reads',
+    'cuda_dispatch': 'kernels and casts of a forward pass on a GPU, counted without one',
     'gpu': 'samples per second and peak memory of whole trainings, on a GPU',
     'bf16_cpu': 'bf16 next to fp32, on a CPU',
     'fp16_cpu': 'what convolutions in half precision cost on a CPU',
@@ -100,6 +101,21 @@ the optimizer, noting what the batch may change, and fastai's own bookkeeping. R
 on a GPU fastai's `Recorder` copies the loss besides, once a batch, in all rows of fastai's loop.
 `to_non_native_fp16` runs with `clip=1` and `max_loss_scale=2**16`, since it would skip the first steps of each fit at its 2^24. In its
 16th step and every 256th from there on ours runs the batch once more; medians do not see that, [diagnosis.json](diagnosis.json) does."""
+
+def _dispatch():
+    res = read('cuda_dispatch')
+    return f"""## Kernels of a forward pass on a GPU
+
+Counted with torch {res['torch']} on fake CUDA tensors, which have device, dtype and layout but no data; autocast treats them as it
+does on a GPU. In parentheses: casts between fp32 and half precision. Models are in training mode. Attention counts as one kernel,
+and so do up to 64 tensors, or 320 blocks of 65,536 elements, of a multi-tensor operation.
+
+{cuda_dispatch.table(res)}
+
+autocast casts each weight by itself, ours all of them by multi-tensor operations of up to 25 MiB, which is most of the difference.
+Besides these, ours casts what comes in, and around norms whose kernels need fp32 weights or keep their statistics in the dtype of their
+input: layer norms with weights, group norms, RMS norms. Batch norms and instance norms read half precision and compute in
+fp32. The casts before a softmax and after it are autocast's."""
 
 def _diagnosis():
     res = read('diagnosis')
@@ -303,7 +319,8 @@ moved since, and run with these put back.
 
 {libraries.failing(theirs)}""".rstrip()
 
-sections = _intro,_short,_ends,_published,_programs,_steps,_diagnosis,_doctor,_gpu,_bf16,_fp16,_memory,_accumulated,_policies,_growth
+sections = (_intro,_short,_ends,_published,_programs,_steps,_dispatch,_diagnosis,_doctor,_gpu,_bf16,_fp16,_memory,_accumulated,_policies,
+            _growth)
 def make(): return '\n\n'.join(o() for o in sections)+'\n'
 
 if __name__=='__main__': (here/'README.md').write_text(make())

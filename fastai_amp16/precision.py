@@ -128,6 +128,12 @@ def without_stand_in(
     return make,args,state,*rest
 
 # %% ../nbs/02_precision.ipynb #853a3a69
+_no_casts = (*_batch_norms, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+def _reads_half(m):
+    "Does CUDA's kernel for torch's norm `m` read half precision, compute in fp32, and take fp32 weights if there are any?"
+    return type(m).__module__.startswith('torch.nn.') and (isinstance(m, _no_casts) or isinstance(m, nn.LayerNorm) and m.weight is None)
+
 class _Fp32Forward(StandIn):
     "Computes in fp32 where autocast is on for `device_type`, changes nothing elsewhere"
     def __init__(self, module, device_type, kept, own_code=False):
@@ -135,16 +141,14 @@ class _Fp32Forward(StandIn):
         self.device_type,self.kept = device_type,kept
         self.how = {'cache_enabled':False} if own_code else {} # a mark for the modules inside, which an activation checkpoint restores
         self.before,self.placed = None,False # what stood in its place, and whether it stands there
-        # CUDA's batch norms read fp16 and compute in fp32 with fp32 parameters: a cast of their input would only cost memory.
-        # The CPU's do so as well, but their gradients overflow where input or gradient is not contiguous
-        torchs = isinstance(module, _batch_norms) and type(module).__module__.startswith('torch.nn.')
-        self.mixed_kernel = torchs and device_type=='cuda' and not kept
+        # the CPU's batch norms do so as well, but their gradients overflow where input or gradient is not contiguous
+        self.reads_half = device_type=='cuda' and not kept and _reads_half(module)
 
     def __call__(self, *args, **kwargs):
         dev = self.device_type
-        if self.mixed_kernel or not torch.is_autocast_enabled(dev): return self.forward(*args, **kwargs)
+        if not torch.is_autocast_enabled(dev): return self.forward(*args, **kwargs)
         dtypes = [o.dtype for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()]
-        args,kwargs = [cast_floats(o) for o in args],{k: cast_floats(v) for k,v in kwargs.items()}
+        if not self.reads_half: args,kwargs = [cast_floats(o) for o in args],{k: cast_floats(v) for k,v in kwargs.items()}
         if self.how or torch.compiler.is_compiling():
             with torch.autocast(dev, enabled=False, **self.how): res = self.forward(*args, **kwargs)
         else: # the same, for a fifth of the time

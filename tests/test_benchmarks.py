@@ -1,7 +1,8 @@
 "The scripts of `benchmarks/`, in sizes that show nothing but that all of it runs; no test looks at a time"
 import importlib.util,json,math
+from unittest.mock import patch
 import pytest,torch
-import accumulation,bf16_cpu,compatibility,diagnosis,doctor,fp16_cpu,libraries,memory,published
+import accumulation,bf16_cpu,compatibility,cuda_dispatch,diagnosis,doctor,fp16_cpu,libraries,memory,published
 import scale_policy,scaling,short_fits,step_cost,timing
 from fastai.basics import DataLoaders,Learner
 from fastai_amp16.all import DynamicScaler
@@ -310,3 +311,15 @@ def test_libraries():
     res = dict(libraries=dict(tsai='1.0'), rows=[row('a'), row('b', fp16=dict(error='ValueError: no')), row('c', plain=dict(error='x'))])
     assert '| tsai | 1.0 | 3 | 2 | 1 | 2 |' in libraries.table(res)
     assert libraries.failing(res).count('ValueError: no')==1 and '- b (tsai), with `to_fp16_dynamic`' in libraries.failing(res)
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="PyTorch is built without CUDA")
+def test_cuda_dispatch(tmp_path, capsys):
+    "Kernels and casts of a small model, as they can be counted by hand"
+    class Small(torch.nn.Sequential):
+        def __init__(self): super().__init__(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+    with patch.dict(cuda_dispatch.models, small=(Small, lambda: torch.empty(2, 4))):
+        cuda_dispatch.main(f'--models small --out {tmp_path}/x.json'.split())
+    row, = read(tmp_path/'x.json')['rows']
+    # autocast: input, two weights, two biases; up before the norm, down after the activation. Ours: input, all weights at once, up, down
+    assert [row[k] for k in cuda_dispatch.contenders]==[[4,0],[11,7],[11,7],[8,4]]
+    assert '| small | 4 (0) | 11 (7) | 11 (7) | 8 (4) |' in capsys.readouterr().out
