@@ -295,9 +295,9 @@ def before_step(self:DynamicMixedPrecision):
 @patch
 def _judge(self:DynamicMixedPrecision, params):
     "What came out of the attempt, and the norm of the true gradients"
-    making,held = self.making,set(params)
+    making,held = self.making,{*map(id, params)}
     norm,bad = get_total_norm(grad_values(params)),making.bad
-    others = grad_values([p for p in (*self.plan.params, *making.batches.leaves) if p.grad is not None and p not in held])
+    others = grad_values([p for p in (*self.plan.params, *making.batches.leaves) if id(p) not in held and p.grad is not None])
     signs = making.batches.model_state.verdict(norm.device),0 if bad is None else bad,0*get_total_norm(others) if others else 0
     flags = int(self.runs_for_others()),int(making.silent),int(making.used)
     norm,spoilt,bad,others,raised,silent,making.used = self.ranks.read([norm, *signs, *flags])

@@ -333,17 +333,16 @@ class Batches:
         self.drop_gradients()
 
     @cached_property
-    def params(self) -> list:
+    def params(self) -> dict: # By id
         "All that may have gradients, with those of a loss function, or of anything else that the optimizer holds"
-        held = [p for pg in self.learn.opt.param_lists for p in pg] if self.learn.opt is not None else []
-        return list(dict.fromkeys((*self.model_state.all_params, *held)))
+        return self.model_state.with_held([p for pg in self.learn.opt.param_lists for p in pg] if self.learn.opt is not None else [])
 
     def find_leaves(self,
         loss:Tensor # With its graph
     ):
         "Find what else it gives gradients to: a temperature, the centres of a loss function, an input"
-        for t in {*outside([loss.grad_fn, *self.entry.came_in])}.difference(self.params, self.leaves):
-            self.leaves[t] = None if t.grad is None else t.grad.clone()
+        for t in {*outside([loss.grad_fn, *self.entry.came_in])}.difference(self.leaves):
+            if id(t) not in self.params: self.leaves[t] = None if t.grad is None else t.grad.clone()
 
     def scale_gradients(self,
         scale:float # The loss scale within a backward pass, 1 outside
@@ -351,13 +350,13 @@ class Batches:
         "Bring all gradients from what they are multiplied by now to `scale`"
         attempt = self.attempt
         factor,attempt.scaled = scale/attempt.scaled,scale
-        ps = [p for p in (*self.params, *self.leaves) if p.grad is not None] if factor!=1 else []
+        ps = [p for p in (*self.params.values(), *self.leaves) if p.grad is not None] if factor!=1 else []
         if ps: scale_grads(grad_values(ps), factor)
 
     def drop_gradients(self):
         "None, or zeros where the optimizer's `zero_grad` leaves zeros: these keep momentum and decay going, as in fp32"
         if not self.learn.training: return # a validation amid accumulated gradients
-        for p in self.params: p.grad = torch.zeros_like(p) if self.zeros and p.grad is not None else None
+        for p in self.params.values(): p.grad = torch.zeros_like(p) if self.zeros and p.grad is not None else None
         for t,g in self.leaves.items(): t.grad = g if g is None else g.clone()
 
     def run(self,
@@ -411,7 +410,7 @@ def look(self:Batches,
             watch.pred,loss = cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
             results = loss if len(learn.yb) and loss is not None else watch.pred
             self.scale_gradients(1.)
-            watch.read(results, self.params if learn.training else [], self.model_state.carried())
+            watch.read(results, self.params.values() if learn.training else [], self.model_state.carried())
         if attempt.plan: watch.in_fp32 = {n for m,n in watch.names.items() if m in attempt.plan.in_fp32}
         return watch
     def put_back():

@@ -232,7 +232,7 @@ class ModelState:
         self.not_written = [*self.trained, *weights] # in a batch, or it cannot run again
         parts = [ps for m in model.children() if (ps := [p for p in m.parameters() if p in own])] or [self.trained]
         self.least = [min(ps, key=lambda p: p.numel()) for ps in parts[::len(parts)//8+1] if ps] # the smallest weight of some parts
-        self.at,self.few,self.toggles = None,[],False
+        self.at,self.few,self.toggles,self.held,self.known = None,[],False,None,{}
 
     def _scan(self):
         "Where there are tensors and containers, which may change in place; and which attributes may change at all"
@@ -341,6 +341,14 @@ class ModelState:
             few = [(p.detach() if p.ndim<2 else p.detach()[:1]).flatten()[:_inner] for p in self.least]
             self.at,self.few = at,list(groupby(few, operator.attrgetter('device')).values())
         return sum(map(_version, self.not_written)),at,[torch.cat(ts) for ts in self.few]
+
+    def with_held(self,
+        held:list # Parameters, as an optimizer holds them
+    ) -> dict: # By id
+        "All parameters, and those that are held besides, each once"
+        ids = [*map(id, held)]
+        if ids!=self.held: self.held,self.known = ids,{id(p): p for p in (*self.all_params, *held)}
+        return self.known
 
     def _noted_hooks(self):
         "A hook may remove itself; torch numbers all hooks, so it need not be looked everywhere for new ones"
