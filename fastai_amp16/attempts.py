@@ -9,9 +9,9 @@ __all__ = ['Attempts']
 from weakref import ref
 from fastai.basics import *
 from .nested import tensors
-from .precision import guarded
+from .precision import compiled_modules,guarded
 from .snapshot import all_noted
-from .entry import Entry
+from .entry import Entry,eager
 from .ranks import Echo
 from .step import Next,Outcome,StepRecord,what_next
 from .rerun import Attempt,Batches,Left,not_faults
@@ -214,12 +214,15 @@ def ask(self:Attempts,
     call, # Makes the first call of the model in this batch
     aside # Makes it with copies of its inputs, by the plan that it is given
 ): # What the call returns
-    "Does half precision predict what fp32 does? With several processes, both are of this one's batch alone"
+    """Does half precision predict what fp32 does?
+
+    With several processes, both are of this one's batch alone; with compiled code, which may draw random numbers of its own, both do without"""
     def alone(plan):
         def run():
-            with self.ranks.alone(), torch.no_grad(): return aside(plan)
+            with eager(), self.ranks.alone(), torch.no_grad(): return aside(plan)
         return guarded(run, all_noted(self.learn, self.plan.model))
-    try: fp32,half = alone(None),alone(self.plan) if self.ranks.size>1 else None
+    apart = self.ranks.size>1 or compiled_modules(self.learn.model)
+    try: fp32,half = alone(None),alone(self.plan) if apart else None
     except Exception: return call() # which raises the same, or there was no memory for more
     res = call()
     self.making.silent = deviation(res if half is None else half, fp32)>wrong

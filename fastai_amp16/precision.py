@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['norm_types', 'convs', 'register_norm', 'is_norm', 'as_list', 'find_modules', 'StandIn', 'own_forward',
-           'without_stand_in', 'writes_weights', 'unwrapped', 'unwrap', 'PrecisionPlan', 'Modes', 'guarded',
-           'ForwardPass', 'half_forward']
+           'without_stand_in', 'writes_weights', 'unwrapped', 'unwrap', 'compiled_modules', 'PrecisionPlan', 'Modes',
+           'guarded', 'ForwardPass', 'half_forward']
 
 # %% ../nbs/02_precision.ipynb #ebfd676d
 import dis,functools
@@ -88,7 +88,7 @@ def find_modules(
 
 # %% ../nbs/02_precision.ipynb #dc738f49
 class StandIn:
-    """Stands in for the `forward` of `module` as an attribute of that instance
+    """Stands in for the `forward` of `module` as an attribute of that instance, itself or its `__call__`
 
     A copy or a pickle of the module holds the module's own `forward` in its place."""
     def __init__(self,
@@ -108,11 +108,15 @@ class StandIn:
     def __reduce__(self): # the copy of `module` has no attributes yet
         return (getattr, (self.module, 'forward')) if self.own is None else (noop, (self.own,))
 
+def _behind(f):
+    "The stand-in whose method `f` is; else `f`"
+    return f.__self__ if isinstance(f, MethodType) and isinstance(f.__self__, StandIn) else f
+
 def own_forward(
     m:nn.Module # Perhaps with stand-ins
 ): # A callable, or `None` where the class's `forward` is the one
     "The `forward` that was given to the instance `m` itself"
-    f = m.__dict__.get('forward')
+    f = _behind(m.__dict__.get('forward'))
     while isinstance(f, StandIn) and f.module is m: f = f.own
     return None if isinstance(f, MethodType) and f.__self__ is m and f.__func__ is type(m).forward else f
 
@@ -141,6 +145,7 @@ class _Fp32Forward(StandIn):
         self.device_type,self.kept = device_type,kept
         self.how = {'cache_enabled':False} if own_code else {} # a mark for the modules inside, which an activation checkpoint restores
         self.before,self.placed = None,False # what stood in its place, and whether it stands there
+        self.copies = functools.partial(without_stand_in, module)
         # the CPU's batch norms do so as well, but their gradients overflow where input or gradient is not contiguous
         self.reads_half = device_type=='cuda' and not kept and _reads_half(module)
 
@@ -307,6 +312,12 @@ def unwrap(
     *_,own = unwrapped(model)
     return own
 
+def compiled_modules(
+    model:nn.Module # Perhaps wrapped
+) -> list: # Modules, wrappers among them
+    "What `torch.compile` has wrapped, or `.compile()` changed, in `model`"
+    return [m for m in model.modules() if '_orig_mod' in m._modules or vars(m).get('_compiled_call_impl') is not None]
+
 # %% ../nbs/02_precision.ipynb #6d9a48ee
 def _refuse(model, params):
     "Say what is wrong with a model that cannot train in half precision"
@@ -375,8 +386,10 @@ class PrecisionPlan:
                      *(_Fp32Forward(m, dev, True, own_code=True) for m in own), *(_HalfForward(m, dev, self.dtype) for m in again)]
         self.stand_ins = {o.module: o for o in stand_ins}
         inside_own = {c for m in own for c in m.children() if not c._modules} # whose weights that code may use itself: autocast casts them
-        # code that writes to weights, or has an autocast of its own, must find the masters; autocast casts these
-        themselves = {c for m in self.model.modules() if writes_weights(type(m)) or _has_autocast(type(m)) for c in m.modules()}
+        # code that writes to weights, or has an autocast of its own, must find the masters; autocast casts these. So does code that is
+        # compiled: there the casts are a part of other kernels, and CUDA graphs take it that weights stay where they are in memory
+        theirs = [m for m in self.model.modules() if writes_weights(type(m)) or _has_autocast(type(m))]
+        themselves = {c for m in (*theirs, *compiled_modules(self.wrapped)) for c in m.modules()}
         without = {*inside,*own,*inside_own,*themselves}
         self.slots = [(m._parameters,n) for m in self.model.modules() if m not in without for n in _half_names(m)
                       if m._parameters.get(n) is not None and not is_lazy(m._parameters[n])]
@@ -401,8 +414,9 @@ class PrecisionPlan:
         "Give the fp32 modules their own `forward` back"
         for o in self.stand_ins.values():
             attrs,before,o.placed = o.module.__dict__,o.before,False
-            if attrs.get('forward') is not o: continue
-            while isinstance(before, _Fp32Forward) and not before.placed: before = before.before # of a plan that was released meanwhile
+            if attrs.get('__reduce_ex__') is o.copies: del attrs['__reduce_ex__']
+            if _behind(attrs.get('forward')) is not o: continue
+            while isinstance(b := _behind(before), _Fp32Forward) and not b.placed: before = b.before # of a plan that was released meanwhile
             if before is None: del attrs['forward']
             else: attrs['forward'] = before
 
@@ -412,9 +426,11 @@ class PrecisionPlan:
         "Put the stand-ins in the place of `forward`, until `release`"
         for o in stand_ins:
             attrs = o.module.__dict__
-            if (f := attrs.get('forward')) is not o:
-                if not isinstance(f, StandIn): o.own = f # it may have been exchanged since
-                o.before,attrs['forward'] = f,o
+            attrs.setdefault('__reduce_ex__', o.copies)
+            if (b := _behind(f := attrs.get('forward'))) is not o:
+                if not isinstance(b, StandIn): o.own = f # it may have been exchanged since
+                # a method, of which compiled code looks at the function alone: another plan's does as well, and nothing is compiled anew
+                o.before,attrs['forward'] = f,o.__call__
             o.placed = True
 
 # %% ../nbs/02_precision.ipynb #54046acd

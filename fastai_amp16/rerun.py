@@ -16,7 +16,7 @@ from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.overrides import TorchFunctionMode
-from .entry import Entry,in_backward,outside
+from .entry import Entry,eager,in_backward,outside
 from .grads import grad_values,scale_grads
 from .nested import cast_floats,half_types,replace,tensors
 from .precision import PrecisionPlan,guarded
@@ -258,10 +258,6 @@ class _Watched:
         if k.startswith('__'): raise AttributeError(k)
         return getattr(self.loss_func, k)
 
-def _eager():
-    "A context without compiled code, which hooks do not see into"
-    return torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
-
 class Batches:
     "The batches since the last step, and how they run again"
     def __init__(self,
@@ -401,7 +397,7 @@ def look(self:Batches,
     def run():
         grads = nullcontext() if attempt.backward else torch.no_grad()
         # the last context: a Ctrl-C at the end of the block may come before that one is left
-        with self.ranks.alone(), _eager(), grads, watch if modules else nullcontext(), nullcontext():
+        with self.ranks.alone(), eager(), grads, watch if modules else nullcontext(), nullcontext():
             try: self.run(batch, attempt)
             except (Left,*not_faults): pass
             except Exception as e:
