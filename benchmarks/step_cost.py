@@ -13,6 +13,7 @@ with warnings.catch_warnings():
     from fastai.basics import Adam,DataLoaders,Learner,Optimizer,OptimWrapper,default_device,set_seed
     from fastai.callback.all import GradientClip
     from fastai_amp16.all import AdamW16,GradientNormClip
+    from fastai_amp16.precision import is_norm
 from machine import machine
 from timing import Batches,by_fastai,by_hand,interleaved,quartiles,ratio
 
@@ -71,6 +72,19 @@ def wrapper(dls, model):
     return _learner(dls, model, fused, cbs=GradientClip(1.)).to_fp16()
 def ours(dls, model): return _learner(dls, model, AdamW16, cbs=GradientNormClip(1.)).to_fp16_dynamic()
 
+class Fp32Norm(nn.Module):
+    "A norm that computes in fp32 within autocast, as ours do"
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False): return self.norm(x.float()).to(x.dtype)
+
+def by_careful_hand(model, batches):
+    "`by_hand`, with norms in fp32"
+    for m in [*model.modules()]: m._modules.update({k: Fp32Norm(c) for k,c in m._modules.items() if is_norm(c)})
+    return by_hand(model, batches)
+
 class Nothing(nn.Module):
     "A loss that is there already, and a parameter that gets no gradient"
     def __init__(self):
@@ -87,9 +101,10 @@ stacks = {
     'fastai `to_non_native_fp16`, `Adam`': partial(fit, to_non_native_fp16),
     'fastai `to_fp16`, `OptimWrapper(AdamW, fused=True)`, `GradientClip`': partial(fit, wrapper),
     'PyTorch by hand': by_hand,
+    'PyTorch by hand, norms in fp32': by_careful_hand,
     'ours': partial(fit, ours),
     "fastai's loop around nothing": partial(fit, empty)}
-first,hand,own,loop = [list(stacks)[i] for i in (0,3,4,5)]
+first,hand,careful,own,loop = [list(stacks)[i] for i in (0,3,4,5,6)]
 
 # %% operators and reads
 class Operators(TorchDispatchMode):
@@ -138,20 +153,20 @@ def measure(name, bs, d, steps, rounds):
     tensors = len(list(model.parameters()))
     runs = {k: s(deepcopy(model), data(steps, bs, device)) for k,s in stacks.items()}
     times = interleaved(runs, rounds)
-    floor = [a+b for a,b in zip(times[hand], times[loop])]
+    def floor(by): return [a+b for a,b in zip(times[by], times[loop])]
     def row(k, t):
-        ratios = dict(over_to_fp16=ratio(t, times[first]), over_floor=ratio(t, floor))
+        ratios = dict(over_to_fp16=ratio(t, times[first]), over_floor=ratio(t, floor(hand)), over_careful_floor=ratio(t, floor(careful)))
         return dict(ms=[1e3*o for o in quartiles(t)], **ratios, **count(stacks[k], deepcopy(model), data(4, bs, device)))
     return [dict(model=name, tensors=tensors, batch_size=bs, contender=k, **row(k, t)) for k,t in times.items()]
 
 def table(res):
     "Markdown"
     head = ['model, batch size', 'contender', 'ms a step (quartiles)', 'of `to_fp16`', 'of the floor',
-            'operators: forward and backward', 'rest of the step', 'reads']
-    lines = ['| '+' | '.join(head)+' |', '| --- | --- | --: | --: | --: | --: | --: | --: |']
+            'of that with norms in fp32', 'operators: forward and backward', 'rest of the step', 'reads']
+    lines = ['| '+' | '.join(head)+' |', '| --- | --- |'+' --: |'*7]
     for r in res['rows']:
         ms = '{1:.2f} ({0:.2f} to {2:.2f})'.format(*r['ms'])
-        ratios = [f'{r[k][1]:.2f}' for k in ('over_to_fp16','over_floor')]
+        ratios = [f'{r[k][1]:.2f}' for k in ('over_to_fp16','over_floor','over_careful_floor')]
         counts = [str(r[k]) for k in ('operators_forward_backward','operators_step','reads')]
         lines.append('| '+' | '.join([f"{r['model']}, {r['batch_size']}", r['contender'], ms, *ratios, *counts])+' |')
     return '\n'.join(lines)

@@ -134,9 +134,15 @@ def without_stand_in(
 # %% ../nbs/02_precision.ipynb #853a3a69
 _no_casts = (*_batch_norms, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
-def _reads_half(m):
-    "Does CUDA's kernel for torch's norm `m` read half precision, compute in fp32, and take fp32 weights if there are any?"
-    return type(m).__module__.startswith('torch.nn.') and (isinstance(m, _no_casts) or isinstance(m, nn.LayerNorm) and m.weight is None)
+def _reads_half(m, device_type):
+    "Does the kernel of torch's norm `m` read half precision, compute in fp32, and take fp32 weights if there are any?"
+    # the CPU's batch norms do so as well, but their gradients overflow where input or gradient is not contiguous
+    if device_type!='cuda' or not type(m).__module__.startswith('torch.nn.') or own_forward(m) is not None: return False
+    return isinstance(m, _no_casts) or isinstance(m, nn.LayerNorm) and m.weight is None
+
+def _is_left_alone(m, device_type):
+    "Is it the same within autocast and without? That has a rule for layer norms, and `SyncBatchNorm` is code of many operations"
+    return _reads_half(m, device_type) and not isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm))
 
 class _Fp32Forward(StandIn):
     "Computes in fp32 where autocast is on for `device_type`, changes nothing elsewhere"
@@ -146,22 +152,21 @@ class _Fp32Forward(StandIn):
         self.how = {'cache_enabled':False} if own_code else {} # a mark for the modules inside, which an activation checkpoint restores
         self.before,self.placed = None,False # what stood in its place, and whether it stands there
         self.copies = functools.partial(without_stand_in, module)
-        # the CPU's batch norms do so as well, but their gradients overflow where input or gradient is not contiguous
-        self.reads_half = device_type=='cuda' and not kept and _reads_half(module)
+        self.reads_half = not kept and _reads_half(module, device_type)
 
     def __call__(self, *args, **kwargs):
         dev = self.device_type
         if not torch.is_autocast_enabled(dev): return self.forward(*args, **kwargs)
-        dtypes = [o.dtype for o in (*args,*kwargs.values()) if isinstance(o, Tensor) and o.is_floating_point()]
-        if not self.reads_half: args,kwargs = [cast_floats(o) for o in args],{k: cast_floats(v) for k,v in kwargs.items()}
+        first,*_ = *args,*kwargs.values(),None
+        given = getattr(first, 'dtype', None)
+        if not self.reads_half: args,kwargs = [*map(cast_floats, args)],kwargs and {k: cast_floats(v) for k,v in kwargs.items()}
         if self.how or torch.compiler.is_compiling():
             with torch.autocast(dev, enabled=False, **self.how): res = self.forward(*args, **kwargs)
         else: # the same, for a fifth of the time
             torch.set_autocast_enabled(dev, False)
             try: res = self.forward(*args, **kwargs)
             finally: torch.set_autocast_enabled(dev, True)
-        if self.kept or not dtypes or dtypes[0] not in half_types: return res
-        return cast_floats(res, dtypes[0], (torch.float32,))
+        return res if self.kept or given not in half_types else cast_floats(res, given, (torch.float32,))
 
 # %% ../nbs/02_precision.ipynb #4bb937e4
 class _HalfForward(_Fp32Forward):
@@ -382,7 +387,8 @@ class PrecisionPlan:
         kept = dict.fromkeys(c for m in self.kept.values() for c in m.modules())
         own = [m for m in self.own_code.values() if m not in inside]
         again = dict.fromkeys(c for m in own for c in m.modules() if c not in inside and c not in own)
-        stand_ins = [*(_Fp32Forward(m, dev, m in kept) for m in {**kept, **dict.fromkeys(self.norms.values())}),
+        norms = dict.fromkeys(m for m in self.norms.values() if not _is_left_alone(m, dev))
+        stand_ins = [*(_Fp32Forward(m, dev, m in kept) for m in {**kept, **norms}),
                      *(_Fp32Forward(m, dev, True, own_code=True) for m in own), *(_HalfForward(m, dev, self.dtype) for m in again)]
         self.stand_ins = {o.module: o for o in stand_ins}
         inside_own = {c for m in own for c in m.children() if not c._modules} # whose weights that code may use itself: autocast casts them
