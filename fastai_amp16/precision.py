@@ -88,7 +88,7 @@ def find_modules(
 
 # %% ../nbs/02_precision.ipynb #dc738f49
 class StandIn:
-    """Stands in for the `forward` of `module` as an attribute of that instance, itself or its `__call__`
+    """Stands in for the `forward` of `module` as an attribute of that instance
 
     A copy or a pickle of the module holds the module's own `forward` in its place."""
     def __init__(self,
@@ -109,8 +109,8 @@ class StandIn:
         return (getattr, (self.module, 'forward')) if self.own is None else (noop, (self.own,))
 
 def _behind(f):
-    "The stand-in whose method `f` is; else `f`"
-    return f.__self__ if isinstance(f, MethodType) and isinstance(f.__self__, StandIn) else f
+    "The stand-in that `f` is, or is the method of; else `f`"
+    return getattr(f.__func__, 'stand_in', f) if isinstance(f, MethodType) else f
 
 def own_forward(
     m:nn.Module # Perhaps with stand-ins
@@ -144,39 +144,41 @@ def _is_left_alone(m, device_type):
     "Is it the same within autocast and without? That has a rule for layer norms, and `SyncBatchNorm` is code of many operations"
     return _reads_half(m, device_type) and not isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm))
 
-class _Fp32Forward(StandIn):
-    "Computes in fp32 where autocast is on for `device_type`, changes nothing elsewhere"
-    def __init__(self, module, device_type, kept, own_code=False):
-        super().__init__(module)
-        self.device_type,self.kept = device_type,kept
-        self.how = {'cache_enabled':False} if own_code else {} # a mark for the modules inside, which an activation checkpoint restores
-        self.before,self.placed = None,False # what stood in its place, and whether it stands there
-        self.copies = functools.partial(without_stand_in, module)
-        self.reads_half = not kept and _reads_half(module, device_type)
+def _in_fp32(forward, first, args, kwargs, dev, kept, own_code, reads_half):
+    "In fp32 where autocast is on for device type `dev`, and as ever elsewhere"
+    if not torch.is_autocast_enabled(dev): return forward(*first, *args, **kwargs)
+    arg,*_ = *args,*kwargs.values(),None
+    given = getattr(arg, 'dtype', None)
+    if not reads_half: args,kwargs = [*map(cast_floats, args)],kwargs and {k: cast_floats(v) for k,v in kwargs.items()}
+    if own_code or torch.compiler.is_compiling():
+        how = {'cache_enabled':False} if own_code else {} # a mark for the modules inside, which an activation checkpoint restores
+        with torch.autocast(dev, enabled=False, **how): res = forward(*first, *args, **kwargs)
+    else: # the same, for a fifth of the time
+        torch.set_autocast_enabled(dev, False)
+        try: res = forward(*first, *args, **kwargs)
+        finally: torch.set_autocast_enabled(dev, True)
+    return res if kept or given not in half_types else cast_floats(res, given, (torch.float32,))
 
+class _Fp32Forward(StandIn):
+    "Computes as `how` does, by default `_in_fp32`; `consts` are its last arguments"
+    def __init__(self, module, *consts, how=_in_fp32):
+        super().__init__(module)
+        self.before,self.placed = None,False # what stood in its place, and whether it stands there
+        self.copies,self.how,self.consts = functools.partial(without_stand_in, module),how,consts
+        # compiled code looks at the code and the constants of a method of the module, and at the identity of another object: this way that of
+        # another plan, in the next fit, say, is the same to it
+        def forward(m, *args, **kwargs): return how(type(m).forward, (m,), args, kwargs, *consts)
+        forward.stand_in,self.method = self,MethodType(forward, module)
     def __call__(self, *args, **kwargs):
-        dev = self.device_type
-        if not torch.is_autocast_enabled(dev): return self.forward(*args, **kwargs)
-        first,*_ = *args,*kwargs.values(),None
-        given = getattr(first, 'dtype', None)
-        if not self.reads_half: args,kwargs = [*map(cast_floats, args)],kwargs and {k: cast_floats(v) for k,v in kwargs.items()}
-        if self.how or torch.compiler.is_compiling():
-            with torch.autocast(dev, enabled=False, **self.how): res = self.forward(*args, **kwargs)
-        else: # the same, for a fifth of the time
-            torch.set_autocast_enabled(dev, False)
-            try: res = self.forward(*args, **kwargs)
-            finally: torch.set_autocast_enabled(dev, True)
-        return res if self.kept or given not in half_types else cast_floats(res, given, (torch.float32,))
+        f,first = (type(self.module).forward,self.first) if self.own is None else (self.own,())
+        return self.how(f, first, args, kwargs, *self.consts)
+    def as_attribute(self): return self.method if self.own is None and self.first else self
 
 # %% ../nbs/02_precision.ipynb #4bb937e4
-class _HalfForward(_Fp32Forward):
-    "Stands in for the `forward` of a module inside one of whose own code alone is kept: autocast on again, the result in fp32"
-    def __init__(self, module, device_type, dtype):
-        super().__init__(module, device_type, False)
-        self.dtype = dtype
-    def __call__(self, *args, **kwargs):
-        if torch.is_autocast_cache_enabled() or torch.is_autocast_enabled(self.device_type): return self.forward(*args, **kwargs)
-        with torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=True): return cast_floats(self.forward(*args, **kwargs))
+def _in_half(forward, first, args, kwargs, dev, dtype):
+    "Inside a module of which its own code alone is kept: autocast on again, the result in fp32"
+    if torch.is_autocast_cache_enabled() or torch.is_autocast_enabled(dev): return forward(*first, *args, **kwargs)
+    with torch.autocast(dev, dtype=dtype, cache_enabled=True): return cast_floats(forward(*first, *args, **kwargs))
 
 # %% ../nbs/02_precision.ipynb #d0c7cafa
 def _cast_all(ts, dtype):
@@ -388,8 +390,9 @@ class PrecisionPlan:
         own = [m for m in self.own_code.values() if m not in inside]
         again = dict.fromkeys(c for m in own for c in m.modules() if c not in inside and c not in own)
         norms = dict.fromkeys(m for m in self.norms.values() if not _is_left_alone(m, dev))
-        stand_ins = [*(_Fp32Forward(m, dev, m in kept) for m in {**kept, **norms}),
-                     *(_Fp32Forward(m, dev, True, own_code=True) for m in own), *(_HalfForward(m, dev, self.dtype) for m in again)]
+        def reads_half(m): return m not in kept and _reads_half(m, dev)
+        stand_ins = [*(_Fp32Forward(m, dev, m in kept, False, reads_half(m)) for m in {**kept, **norms}),
+                     *(_Fp32Forward(m, dev, True, True, False) for m in own), *(_Fp32Forward(m, dev, self.dtype, how=_in_half) for m in again)]
         self.stand_ins = {o.module: o for o in stand_ins}
         inside_own = {c for m in own for c in m.children() if not c._modules} # whose weights that code may use itself: autocast casts them
         # code that writes to weights, or has an autocast of its own, must find the masters; autocast casts these. So does code that is
@@ -435,8 +438,7 @@ class PrecisionPlan:
             attrs.setdefault('__reduce_ex__', o.copies)
             if (b := _behind(f := attrs.get('forward'))) is not o:
                 if not isinstance(b, StandIn): o.own = f # it may have been exchanged since
-                # a method, of which compiled code looks at the function alone: another plan's does as well, and nothing is compiled anew
-                o.before,attrs['forward'] = f,o.__call__
+                o.before,attrs['forward'] = f,o.as_attribute()
             o.placed = True
 
 # %% ../nbs/02_precision.ipynb #54046acd

@@ -1,0 +1,55 @@
+"What a compiled step costs: ours beside the loop written by hand and fastai's `to_fp16`, all compiled by inductor, and beside themselves uncompiled"
+import argparse,json
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+import torch
+from fastai.basics import default_device,set_seed
+from machine import machine
+from step_cost import data,fit,models,ours,wrapper
+from timing import by_hand,interleaved,quartiles,ratio
+
+def compiled(contender, mode):
+    "`contender`, given the model after `torch.compile`"
+    return lambda model,batches: contender(torch.compile(model, mode=mode), batches)
+
+hand,own = 'PyTorch by hand','ours'
+stacks = {hand: by_hand, 'fastai `to_fp16`, `OptimWrapper(AdamW, fused=True)`, `GradientClip`': partial(fit, wrapper), own: partial(fit, ours)}
+sizes = {'as an xresnet50': 96, '26-block MLP': 128, 'ViT of 6 layers': 64} # wide enough for the arithmetic to count
+
+def measure(name, a):
+    "A row for each contender, compiled and not"
+    set_seed(0)
+    model,device = models[name](sizes[name]),default_device()
+    both = {(k,c): compiled(s, a.mode) if c else s for k,s in stacks.items() for c in (True,False)}
+    runs = {k: s(deepcopy(model), data(a.steps, a.bs, device)) for k,s in both.items()}
+    times = interleaved(runs, a.rounds)
+    def row(k, t): return dict(ms=[1e3*o for o in quartiles(t)], over_hand=ratio(t, times[hand,k[1]]), over_uncompiled=ratio(t, times[k[0],False]))
+    return [dict(model=name, width=sizes[name], contender=k[0], compiled=k[1], **row(k, t)) for k,t in times.items()]
+
+def table(res):
+    "Markdown"
+    head = ['model', 'contender', 'compiled: ms a step (quartiles)', 'of the loop by hand', 'of the same uncompiled', 'uncompiled: ms a step', 'of the loop by hand']
+    lines = ['| '+' | '.join(head)+' |', '| --- | --- |'+' --: |'*5]
+    for r in res['rows']:
+        if not r['compiled']: continue
+        u = next(o for o in res['rows'] if (o['model'],o['contender'],o['compiled'])==(r['model'],r['contender'],False))
+        cells = ['{1:.1f} ({0:.1f} to {2:.1f})'.format(*r['ms']), *(f'{o[1]:.3f}' for o in (r['over_hand'],r['over_uncompiled'])),
+                 f"{u['ms'][1]:.1f}", f"{u['over_hand'][1]:.3f}"]
+        lines.append('| '+' | '.join([r['model'], r['contender'], *cells])+' |')
+    return '\n'.join(lines)
+
+def main(args=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for name,default in dict(bs=32, steps=10, rounds=21).items(): p.add_argument('--'+name, type=int, default=default)
+    p.add_argument('--models', nargs='+', choices=models, default=[*models])
+    p.add_argument('--mode', default='default', help='of `torch.compile`')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    a = p.parse_args(args)
+    torch.set_num_threads(1)
+    rows = [r for name in a.models for r in measure(name, a)]
+    res = dict(machine=machine(), mode=a.mode, batch_size=a.bs, steps=a.steps, rounds=a.rounds, rows=rows)
+    print(table(res))
+    a.out.write_text(json.dumps(res, indent=1)+'\n')
+
+if __name__=='__main__': main()
