@@ -61,11 +61,15 @@ models = {
     'U-Net': (unet, image), 'RMS norm MLP': (rms_mlp, lambda: torch.empty(8, 64))}
 
 # %% counting
+not_here = 'PyTorch is built without CUDA' if not torch.backends.cuda.is_built() else \
+    "before 2.10, torch aborts where autograd meets fake CUDA tensors" if torch.__version__<(2,10) else None
+
 @contextmanager
 def fake_cuda(
     *models:nn.Module # Their parameters and buffers become fake CUDA tensors
 ):
     "A context in which CUDA tensors have shape, dtype and layout, but no data, and autocast follows CUDA's rules, without a GPU"
+    if not_here: raise RuntimeError(f"No fake CUDA tensors: {not_here}.")
     def fake(t):
         new = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device='cuda')
         return nn.Parameter(new, t.requires_grad) if isinstance(t, nn.Parameter) else new

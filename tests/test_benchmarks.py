@@ -312,7 +312,7 @@ def test_libraries():
     assert '| tsai | 1.0 | 3 | 2 | 1 | 2 |' in libraries.table(res)
     assert libraries.failing(res).count('ValueError: no')==1 and '- b (tsai), with `to_fp16_dynamic`' in libraries.failing(res)
 
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="PyTorch is built without CUDA")
+@pytest.mark.skipif(bool(cuda_dispatch.not_here), reason=str(cuda_dispatch.not_here))
 def test_cuda_dispatch(tmp_path, capsys):
     "Kernels and casts of a small model, as they can be counted by hand"
     class Small(torch.nn.Sequential):
