@@ -144,10 +144,10 @@ class Entry:
 
     def _in_fp32(self, gate, args, kwargs):
         "All in fp32, within somebody else's autocast as well; not compiled, which takes longer than the few batches that run so"
-        dev = next(self.model.parameters()).device.type
-        if torch.is_autocast_enabled(dev): args,kwargs = cast_floats(args),cast_floats(kwargs)
+        dev,off = next(self.model.parameters()).device.type,nullcontext()
+        if torch.is_autocast_enabled(dev): off,args,kwargs = torch.autocast(dev, enabled=False),cast_floats(args),cast_floats(kwargs)
         # the last context: a Ctrl-C at the end of the block may come before that one is left
-        with eager(), torch.autocast(dev, enabled=False), nullcontext(): return gate.forward(*args, **kwargs)
+        with eager(), off, nullcontext(): return gate.forward(*args, **kwargs)
 
     def _recomputes(self, plan):
         "Is this a part of a forward pass that an activation checkpoint runs again?"
