@@ -9,9 +9,9 @@ from machine import machine
 from step_cost import data,fit,models,ours,wrapper
 from timing import by_hand,interleaved,quartiles,ratio
 
-def compiled(contender, mode):
+def compiled(contender, backend):
     "`contender`, given the model after `torch.compile`"
-    return lambda model,batches: contender(torch.compile(model, mode=mode), batches)
+    return lambda model,batches: contender(torch.compile(model, backend=backend), batches)
 
 hand,fastais,own = 'PyTorch by hand','fastai `to_fp16`, `OptimWrapper(AdamW, fused=True)`, `GradientClip`','ours'
 stacks = {hand: by_hand, fastais: partial(fit, wrapper), own: partial(fit, ours)}
@@ -21,7 +21,7 @@ def measure(name, a):
     "A row for each contender, compiled and not"
     set_seed(0)
     model,device = models[name](sizes[name]),default_device()
-    both = {(k,c): compiled(s, a.mode) if c else s for k,s in stacks.items() for c in (True,False)}
+    both = {(k,c): compiled(s, a.backend) if c else s for k,s in stacks.items() for c in (True,False)}
     runs = {k: s(deepcopy(model), data(a.steps, a.bs, device)) for k,s in both.items()}
     times = interleaved(runs, a.rounds)
     def row(k, compiled, t):
@@ -42,12 +42,12 @@ def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name,default in dict(bs=32, steps=10, rounds=21).items(): p.add_argument('--'+name, type=int, default=default)
     p.add_argument('--models', nargs='+', choices=models, default=[*models])
-    p.add_argument('--mode', default='default', help='of `torch.compile`')
+    p.add_argument('--backend', default='inductor', help='of `torch.compile`')
     p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
     a = p.parse_args(args)
     torch.set_num_threads(1)
     rows = [r for name in a.models for r in measure(name, a)]
-    res = dict(machine=machine(), mode=a.mode, batch_size=a.bs, steps=a.steps, rounds=a.rounds, rows=rows)
+    res = dict(machine=machine(), backend=a.backend, batch_size=a.bs, steps=a.steps, rounds=a.rounds, rows=rows)
     print(table(res))
     a.out.write_text(json.dumps(res, indent=1)+'\n')
 

@@ -216,7 +216,7 @@ def ask(self:Attempts,
 ): # What the call returns
     """Does half precision predict what fp32 does?
 
-    With several processes, both are of this one's batch alone; with compiled code, which may draw random numbers of its own, both do without"""
+    With several processes, both are of this one's batch alone. Compiled code, which draws random numbers in its own way, is in neither."""
     def alone(plan):
         def run():
             with eager(), self.ranks.alone(), torch.no_grad(): return aside(plan)

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from inspect import getattr_static
 import torch
-from torch import nn,Tensor
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils import _python_dispatch
@@ -165,8 +165,8 @@ class _Fp32Forward(StandIn):
         super().__init__(module)
         self.before,self.placed = None,False # what stood in its place, and whether it stands there
         self.copies,self.how,self.consts = functools.partial(without_stand_in, module),how,consts
-        # compiled code looks at the code and the constants of a method of the module, and at the identity of another object: this way that of
-        # another plan, in the next fit, say, is the same to it
+        # to `torch.compile`, methods of a module with the same code and constants are the same, and other objects never are: so
+        # the stand-in of another plan, in the next fit, say, does not make it compile anew
         def forward(m, *args, **kwargs): return how(type(m).forward, (m,), args, kwargs, *consts)
         forward.stand_in,self.method = self,MethodType(forward, module)
     def __call__(self, *args, **kwargs):
@@ -392,7 +392,8 @@ class PrecisionPlan:
         norms = dict.fromkeys(m for m in self.norms.values() if not _is_left_alone(m, dev))
         def reads_half(m): return m not in kept and _reads_half(m, dev)
         stand_ins = [*(_Fp32Forward(m, dev, m in kept, False, reads_half(m)) for m in {**kept, **norms}),
-                     *(_Fp32Forward(m, dev, True, True, False) for m in own), *(_Fp32Forward(m, dev, self.dtype, how=_in_half) for m in again)]
+                     *(_Fp32Forward(m, dev, True, True, False) for m in own),
+                     *(_Fp32Forward(m, dev, self.dtype, how=_in_half) for m in again)]
         self.stand_ins = {o.module: o for o in stand_ins}
         inside_own = {c for m in own for c in m.children() if not c._modules} # whose weights that code may use itself: autocast casts them
         # code that writes to weights, or has an autocast of its own, must find the masters; autocast casts these. So does code that is

@@ -2,9 +2,10 @@
 import importlib.util,json,math
 from unittest.mock import patch
 import pytest,torch
-import accumulation,bf16_cpu,compatibility,cuda_dispatch,diagnosis,doctor,fp16_cpu,libraries,memory,published
+import accumulation,bf16_cpu,compatibility,compiled,cuda_dispatch,diagnosis,doctor,fp16_cpu,libraries,memory,published
 import scale_policy,scaling,short_fits,step_cost,timing
 from fastai.basics import DataLoaders,Learner
+from torch._dynamo.utils import counters
 from fastai_amp16.all import DynamicScaler
 from trainings import trainings
 
@@ -95,6 +96,17 @@ def test_step_cost(tmp_path, capsys, monkeypatch):
     ours,theirs = of[step_cost.own],of[step_cost.first]
     assert ours['tensors']==161 and ours['operators_step']<=30 and ours['reads']==1 and theirs['operators_step']>10*161
     assert of[step_cost.hand]['reads']==0 and of[step_cost.loop]['operators_step']<10
+    assert 0<ours['operators_forward_backward']-of[step_cost.careful]['operators_forward_backward']<10 # the casts of norms are in both
+
+def test_compiled(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compiled, 'models', dict(small=lambda d: torch.nn.Sequential(torch.nn.Linear(256, d), torch.nn.Linear(d, 10))))
+    monkeypatch.setattr(compiled, 'sizes', dict(small=8))
+    counters.clear()
+    compiled.main(f'--rounds 1 --steps 3 --backend eager --out {tmp_path}/x.json'.split())
+    rows,out = read(tmp_path/'x.json')['rows'],capsys.readouterr().out
+    assert [(r['contender'],r['compiled']) for r in rows]==[(k,c) for k in compiled.stacks for c in (True,False)]
+    assert all(r['ms'][0]>0 for r in rows) and rows[0]['over_hand'][1]==rows[1]['over_uncompiled'][1]==1
+    assert counters['frames']['ok']>0 and out.count('| yes |')==out.count('| no |')==3
 
 def test_operators_are_counted():
     p = torch.nn.Parameter(torch.ones(3))

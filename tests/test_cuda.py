@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fastai.basics import Adam,Callback,DataLoaders,Learner,Recorder,SGD,accuracy,default_device,defaults,nn,partial,set_seed,to_device
 from fastai.callback.all import MixedPrecision
+from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from fastai_amp16 import ranks as ranks_module
@@ -15,6 +16,7 @@ from fastai_amp16.callback import emulates_bf16
 from fastai_amp16.demo import digits_dls,small_cnn
 import gpu,hostile
 from common import Do,Poison,Raise,between,clean,equal,fit,learner,mlp,mse,state,times_and_back,weights
+from overflows import Outlier
 from processes import Processes
 from test_fits import Encoder
 
@@ -193,6 +195,29 @@ def test_one_synchronization_a_step_in_a_group():
         learn = on_device_learner(small_cnn, wrap=DistributedDataParallel, cbs=GradientNormClip(0.1)).to_fp16_dynamic(**cool('fp16'))
         assert Synchronizations(learn, after=3).fit()==[[1]]*16
         assert len(learn.mixed_precision.history)==20 and learn.mixed_precision.n_rerun==0
+
+def test_one_synchronization_a_step_of_a_compiled_model():
+    learn = on_device_learner(Encoder, wrap=torch.compile, cbs=GradientNormClip(0.1)).to_fp16_dynamic(**cool('fp16'))
+    assert Synchronizations(learn, after=3).fit()==[[1]]*16
+    assert len(learn.mixed_precision.history)==20 and learn.mixed_precision.n_rerun==0
+
+# %% compiled
+@pytest.mark.parametrize('mode', ['default','reduce-overhead'])
+@pytest.mark.parametrize('model', [small_cnn,Encoder])
+def test_a_compiled_model_trains_as_it_does_uncompiled(model, mode):
+    "One graph for all fits; with `reduce-overhead`, CUDA graphs of all of it, which keep no batch from running again"
+    def run(compiled):
+        torch._dynamo.reset()
+        counters.clear()
+        learn = on_device_learner(model, cbs=Outlier(5)).to_fp16_dynamic(**cool('fp16'))
+        if compiled: learn.model = torch.compile(learn.model, mode=mode)
+        return fit(fit(learn, 1), 1)
+    eager,learn = run(False),run(True)
+    mp = learn.mixed_precision
+    assert counters['stats']['unique_graphs']==1 and not counters['graph_break'] and not counters['inductor']['cudagraph_skips']
+    assert len(mp.history)==40 and mp.n_rerun>0 and mp.n_skipped==0 and not mp.promoted
+    torch.testing.assert_close(torch.stack(learn.recorder.losses), torch.stack(eager.recorder.losses), rtol=0.02, atol=0.02)
+    clean(learn)
 
 # %% memory
 @pytest.mark.parametrize('name', ['resnet50','vit_small','text_lstm'])
