@@ -169,9 +169,7 @@ class _Fp32Forward(StandIn):
         # the stand-in of another plan, in the next fit, say, does not make it compile anew
         def forward(m, *args, **kwargs): return how(type(m).forward, (m,), args, kwargs, *consts)
         forward.stand_in,self.method = self,MethodType(forward, module)
-    def __call__(self, *args, **kwargs):
-        f,first = (type(self.module).forward,self.first) if self.own is None else (self.own,())
-        return self.how(f, first, args, kwargs, *self.consts)
+    def __call__(self, *args, **kwargs): return self.how(self.forward, (), args, kwargs, *self.consts)
     def as_attribute(self): return self.method if self.own is None and self.first else self
 
 # %% ../nbs/02_precision.ipynb #4bb937e4
