@@ -1,6 +1,7 @@
 "The repository agrees with itself: modules match notebooks, notebooks are clean and run, the code is checked by ruff"
-import ast,shutil,subprocess,sys
+import ast,re,runpy,shutil,subprocess,sys
 from pathlib import Path
+from types import SimpleNamespace
 import matplotlib.pyplot as plt
 import pytest
 from fastcore.nbio import read_nb
@@ -70,3 +71,14 @@ def test_modules_import_only_modules_before_them():
     for i,name in enumerate(order):
         code = (root/lib/f'{name}.py').read_text()
         assert not [o for o in order[i:] if f'from .{o} import' in code or f'{lib}.{o} import' in code]
+
+def test_the_page_on_pypi_has_no_links_to_files(monkeypatch):
+    "The README stands there without the repository"
+    given = {}
+    monkeypatch.chdir(root)
+    monkeypatch.setitem(sys.modules, 'setuptools', SimpleNamespace(setup=given.update)) # not every Python has it
+    runpy.run_path('setup.py')
+    text = given['long_description']
+    def links(text): return re.findall(r'\]\((?!https?:)[^)]*\)', text)
+    assert links((root/'README.md').read_text()) and not links(text)
+    assert 'learn.to_fp16_dynamic()' in text and '[' in text # in code
