@@ -8,6 +8,10 @@ root = Path(__file__).resolve().parent.parent
 
 def directives(cell): return re.findall(r'^#\| *(\w+)', cell.source, re.M) if cell.cell_type=='code' else []
 
+def described(cell, heading):
+    "What its picture shows, in words: as `#| fig-alt:` says, which Quarto reads as well; else the heading that it stands under"
+    return ([heading]+re.findall(r'^#\| *fig-alt: *(.*)$', cell.source, re.M))[-1]
+
 def code(cell): return '\n'.join(o for o in cell.source.splitlines() if not o.startswith('#|')).strip()
 
 def _text(o): return ''.join(o) # notebooks hold lists of lines, or a string
@@ -43,7 +47,7 @@ gpu_results,gpu_mark = root/'benchmarks'/'gpu.json','<!-- what benchmarks/gpu.py
 def on_gpu() -> str:
     "What `benchmarks/gpu.py` has found, as Markdown for `nbs/index.ipynb`, or how to find it out"
     if not gpu_results.exists():
-        return "On a GPU it was not measured yet: `uv run python benchmarks/gpu.py` does so, in nine minutes, for this page."
+        return "It has not been measured on a GPU yet: `uv run python benchmarks/gpu.py` takes nine minutes, and its results appear here."
     res = json.loads(gpu_results.read_text())
     def show(r, k, spec): return '–' if r.get(k) is None else format(r[k], spec)
     specs = dict(samples_per_second='.0f', over_to_fp16='.2f', peak_over_to_fp16='.2f', syncs_per_step='.1f')
@@ -63,7 +67,7 @@ def blocks(
     exported=lambda cell: (), # What is shown of a cell that goes into a module: an iterable of Markdown
     table=plain # What becomes of HTML
 ):
-    "The Markdown of a notebook, piece by piece; pictures are described by the heading that they stand under"
+    "The Markdown of a notebook, piece by piece"
     heading = ''
     for cell in read_nb(nb).cells:
         if cell.cell_type=='markdown':
@@ -73,7 +77,7 @@ def blocks(
             if 'export' in directives(cell): yield from exported(cell)
             else:
                 if 'echo' not in directives(cell) and code(cell): yield f'```python\n{code(cell)}\n```'
-                yield from (_shown(o, picture, heading, text, table) for o in cell.get('outputs', []))
+                yield from (_shown(o, picture, described(cell, heading), text, table) for o in cell.get('outputs', []))
 
 def make():
     "The text of README.md, and a dict from the paths of its pictures to their bytes"
