@@ -1,52 +1,76 @@
 "What `fastai_amp16_demo` shows"
-import subprocess,sys
+import os,subprocess,sys
 from pathlib import Path
 import pytest
-from fastai_amp16.demo import main,parse_args,precisions,spiral,train
+from fastcore.script import CliError,anno_parser
+from fastai_amp16.demo import main,train,trainings
+
+def accuracy(*args, **kwargs): return train(*args, **kwargs)[1]['accuracy']
 
 def test_accuracy_is_within_a_point_of_fp32():
-    fp32,fp16 = [[train(p, 5, seed=seed)[1]['accuracy'] for seed in range(2)] for p in ('fp32','fp16, dynamic')]
+    fp32,fp16 = [[accuracy('digits', p, 5, seed=seed) for seed in range(2)] for p in ('fp32','to_fp16_dynamic()')]
     assert min(fp32)>0.97 and sum(fp16)/2==pytest.approx(sum(fp32)/2, abs=0.01)
 
-def test_command(tmp_path):
-    "As a user types it"
-    exe = Path(sys.executable).parent/'fastai_amp16_demo'
-    res = subprocess.run([exe, '--epochs', '1', '--out', tmp_path/'x.png'], capture_output=True, text=True)
-    assert res.returncode==0 and 'Warning' not in res.stderr
-    table = res.stdout[res.stdout.index(' precision'):res.stdout.index('raw counts')]
-    assert table.splitlines()[0].split()==['precision','accuracy','skipped','steps','reruns','loss','scale','seconds']
-    for p in precisions: assert p in table
-    assert 'valid_loss' in res.stdout and '100.00%' in res.stdout # fastai's progress bars
-    assert str(tmp_path/'x.png') in res.stdout and (tmp_path/'x.png').read_bytes()[:4]==b'\x89PNG'
+@pytest.fixture(scope='module')
+def told(tmp_path_factory):
+    "What the command prints, as a user types it; with full reports, and the picture where it is by default"
+    exe,d = Path(sys.executable).parent/'fastai_amp16_demo',tmp_path_factory.mktemp('demo')
+    def run(*args):
+        res = subprocess.run([exe, '--epochs', '1', *args], capture_output=True, text=True, cwd=d, env={**os.environ, 'COLUMNS': '80'})
+        assert (res.returncode,res.stderr)==(0,'')
+        return res.stdout
+    return run(),run('--reports'),d
 
-    story = res.stdout[res.stdout.index('raw counts'):]
-    for p in spiral: assert p in story
-    # told by each fp16 training, and the report
-    assert story.count('stem.0 (Conv2d) gives numbers up to')>=3 and '> stem.0' in story and 'keep_fp32=[' in story
+def test_command_prints_one_table(told):
+    header,*rows = told[0].split('\n\n')[1].splitlines()
+    assert header.split()==['data','precision','accuracy','skipped','reruns','loss','scale','seconds']
+    assert len({*map(len, [header, *rows])})==1 and [(r[:12].strip(),r[12:33].strip()) for r in rows]==[
+        (data,o) for data,ways in trainings.items() for o in ways]
+    skipped = [r.split()[-4] for r in rows]
+    assert skipped[:5]==['0']*5 and skipped[5]==skipped[6]!='0' and skipped[7]=='0'
+
+def test_command_prints_a_sentence_per_finding(told):
+    findings = told[0].split('\n\n')[2].splitlines()[1:]
+    assert findings[0].startswith('- stem.0 (Conv2d) gives numbers up to') and all(o[:2] in ('- ','  ') for o in findings)
+    assert max(map(len, told[0].splitlines()[:-1]))<=80
+
+def test_command_prints_reports_where_asked(told):
+    short,long,_ = told
+    assert '> stem.0' not in short and 'keep_fp32=[' not in short
+    assert '> stem.0' in long and 'keep_fp32=[' in long
+
+def test_command_says_where_the_picture_is(told):
+    *_,d = told
+    path = d/'fastai_amp16_demo.png'
+    assert all(o.splitlines()[-1].endswith(f': {path}') for o in told[:2]) and path.read_bytes()[:4]==b'\x89PNG'
 
 def test_healing_ends_where_fp32_ends():
-    fp32,healed = [train(p, 8, counts=True)[1]['accuracy'] for p in ('fp32','fp16, healing')]
+    fp32,healed = [accuracy('raw counts', p, 8) for p in ('fp32','to_fp16_dynamic()')]
     assert fp32>0.95 and healed>fp32-0.03 # fp32 itself ends up to three points apart over seeds
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
-@pytest.mark.parametrize('name', ['fp16, static scale 512','fp16, dynamic scale'])
-def test_without_healing_nothing_is_learned(name): assert train(name, 2, counts=True)[1]['accuracy']<0.3
+@pytest.mark.parametrize('name', ['fp16, static scale','fp16, dynamic scale'])
+def test_without_healing_nothing_is_learned(name): assert accuracy('raw counts', name, 2)<0.3
 
-def test_help(capsys):
-    with pytest.raises(SystemExit) as e: main(['--help'])
-    out = capsys.readouterr().out
-    assert e.value.code==0 and all(o in out for o in ('--epochs','--lr','--bs','--seed','--out','to_fp16_dynamic'))
+def test_help():
+    text = anno_parser(main).format_help()
+    assert all(o in text for o in ('--epochs','--lr','--bs','--seed','--out','--reports','fp16'))
 
-@pytest.mark.parametrize('args,says', [
-    (['--epochs','0'],"--epochs: '0'"), (['--epochs','2.5'],"'2.5'"), (['--lr','-1'],"'-1'"), (['--lr','nan'],"'nan'"),
-    (['--lr','inf'],"'inf'"), (['--bs','x'],"--bs: 'x'"), (['--bs','1439'],'at most 1438'), (['--out','x.txt'],'.png'),
-    (['--seed','a'],"--seed"), (['--speed'],'--speed'), (['--epochs'],'--epochs')])
-def test_wrong_arguments_get_one_line(args, says, capsys):
-    with pytest.raises(SystemExit) as e: parse_args(args)
-    err = capsys.readouterr().err
-    assert e.value.code==2 and err.count('\n')==1 and says in err
+@pytest.mark.parametrize('words,says', [
+    (['--epochs','2.5'],"--epochs: invalid int value: '2.5'"), (['--bs','x'],"--bs: invalid int value: 'x'"), (['--seed','a'],'--seed'),
+    (['--speed'],'unrecognized arguments: --speed'), (['--epochs'],'--epochs: expected one argument')])
+def test_wrong_words(words, says, capsys):
+    with pytest.raises(SystemExit) as e: anno_parser(main).parse_args(words)
+    assert e.value.code==2 and says in capsys.readouterr().err.splitlines()[-1]
 
-@pytest.mark.parametrize('out', ['/nowhere/x.png', '/proc/self/x.png'])
-def test_a_picture_that_cannot_be_written_is_told_before_the_training(out, capsys):
-    with pytest.raises(SystemExit) as e: main(['--out', out])
-    assert repr(out) in e.value.code and 'cannot be written' in e.value.code and not capsys.readouterr().out
+@pytest.mark.parametrize('kwargs,says', [
+    (dict(epochs=0),'--epochs must be above 0'), (dict(lr=-1.),'--lr must be above 0'), (dict(lr=float('nan')),'is nan'),
+    (dict(lr=float('inf')),'is inf'), (dict(bs=1439),'--bs must be from 1 to 1438'), (dict(out='x.txt'),'.png'),
+    (dict(out='/nowhere/x.png'),'cannot be written'), (dict(out='/proc/self/x.png'),'cannot be written')])
+def test_wrong_arguments_are_told_before_the_training(kwargs, says, capsys):
+    with pytest.raises(CliError) as e: main(**kwargs)
+    assert says in str(e.value) and '\n' not in str(e.value) and not capsys.readouterr().out
+
+def test_what_a_user_reads_who_types_a_wrong_number():
+    res = subprocess.run([Path(sys.executable).parent/'fastai_amp16_demo', '--epochs', '0'], capture_output=True, text=True)
+    assert (res.returncode,res.stdout)==(1,'') and res.stderr=='--epochs must be above 0, and is 0.\n'
