@@ -14,26 +14,26 @@ from pandas.io.formats.style import Styler
 
 # %% ../nbs/11_report.ipynb #0ccf51d7
 def listed(
-    os:list, # What to name; each as `str` gives it
+    os:list, # Anything with a `str`
     n:int=5 # Name this many, and count the rest
-) -> str: # `'a, b and 3 more'`; empty if `os` is
-    "The first `n` of `os` in words"
+) -> str: # Such as 'a, b and 3 more'; empty if `os` is empty
+    "List the first `n` of `os` in words"
     return ', '.join(map(str, os[:n]))+(f' and {len(os)-n} more' if len(os)>n else '')
 
 def in_words(
-    names:list, # As `keep_fp32` takes them
+    names:list, # Names as in `keep_fp32`
     n:int=3 # Name this many, and count the rest
 ) -> str:
-    "What stays in fp32; a name that ends with a dot means the module's own code"
+    "Describe what stays in fp32; a name that ends with a dot stands for the module's own code"
     def quoted(o): return f'`{o}`' if o else 'the model'
     return listed([f'the code of {quoted(o[:-1])}' if o.endswith('.') else quoted(o) for o in names], n)
 
 def keep_code(
-    names:list, # As `keep_fp32` takes them; the whole list, as a second call takes the place of the first
-    dtype:torch.dtype # The half precision
+    names:list, # All names as in `keep_fp32`, since a second call replaces the first
+    dtype:torch.dtype # `torch.float16` or `torch.bfloat16`
 ) -> str:
-    "The call that keeps `names` in fp32"
-    names = [n for n in dict.fromkeys(names) if not any(n.startswith(o+'.') for o in names)] # what is inside is kept as well
+    "Write the call that keeps `names` in fp32"
+    names = [n for n in dict.fromkeys(names) if not any(n.startswith(o+'.') for o in names)] # modules inside are kept anyway
     return f"learn.to_{'bf' if dtype==torch.bfloat16 else 'fp'}16_dynamic(keep_fp32=[{', '.join(map(repr, names))}])"
 
 # %% ../nbs/11_report.ipynb #c77949cd
@@ -42,14 +42,14 @@ _code = re.compile(r"""`([^`]+)`                                       # marked 
     | (?:keep_fp32|init_scale)=(?:\[.*?\]|\S*[^\s.,:]))                 # an argument""", re.X)
 
 def as_html(
-    text:str # May have code in backticks, calls of `learn`, and arguments of `to_fp16_dynamic`
-) -> str: # Escaped, with `<code>` and `<br>` as its only tags
-    "A sentence as HTML"
+    text:str # May contain code in backticks, calls of `learn`, and arguments of `to_fp16_dynamic`
+) -> str: # Escaped text, with `<code>` and `<br>` as its only tags
+    "Turn a sentence into HTML"
     return _code.sub(lambda m: f'<code>{m[1] or m[2]}</code>', escape(text, quote=False)).replace('\n', '<br>')
 
 # %% ../nbs/11_report.ipynb #c94d20b6
 def _advice(remedy):
-    "What you can do, as a sentence or with a few words in front; a sentence begins with a capitalized word"
+    "The remedy as a sentence; text that does not begin with a capitalized word gets a few words in front"
     if not remedy or re.match('[A-Z][a-z]*[ ,]', remedy): return remedy
     return 'What you can do:'+('\n' if '\n' in remedy else ' ')+remedy
 
@@ -58,9 +58,9 @@ def _stopped(text): return text if text.endswith(('!','?')) else text.rstrip('.,
 # %% ../nbs/11_report.ipynb #d08e47c1
 def _shortened(
     names, # Strings
-    n:int # How long they may be, unless two of them would become the same
+    n:int # Longest length, unless two different names would become the same
 ) -> list:
-    "`names` with a `…` in the middle of long ones, more of the end than of the beginning where that tells them apart"
+    "Shorten long `names` with a `…` in the middle, keeping more of the end where possible"
     def cut(n, head): return [o if len(o)<=n else f'{o[:head]}…{o[head+1-n:]}' for o in names]
     def clear(res): return len(set(res))==len(set(names)) and not re.search(r'\d…|…\d', ' '.join(res)) # 1… may be 10
     lengths = range(n, max(map(len, names), default=0))
@@ -73,40 +73,41 @@ def _bits(x): return _num(round(x, 1)+0.) # + 0.: no '-0'
 def _share(x): return '–' if x==0 else f'{x:.2%}' if x>=1e-4 else '<0.01%'
 
 _formats = dict(dict.fromkeys(('input','output','inside','gradient','weight_grad'), _num), bits=_bits, flushed=_share, subnormal=_share)
-_text = ('module','type','computes','nonfinite') # the columns that are no numbers
+_text = ('module','type','computes','nonfinite') # the columns of text
 
 # %% ../nbs/11_report.ipynb #65fbffb9
 @dataclass(repr=False)
 class PrecisionReport:
-    """What a diagnosis found: HTML in a notebook, text by `str`, the numbers in `table`, a picture by `plot`
+    """The result of a diagnosis: HTML in a notebook, text by `str`, all numbers in `table`, and a plot by `plot`
 
     `table` has one row per module, the one with the least room first. `input`, `output`, `inside` (single operations in the module's own
     code, if the diagnosis looked there), `gradient` (of the output) and `weight_grad` are the largest absolute values, in fp32 and
-    without the loss scale. `bits` is log2 of the largest number the module's precision holds (65504 in fp16), divided by the largest of
-    these, with gradients multiplied by the loss scale. `flushed` and `subnormal` are the shares, from 0 to 1, of the nonzero gradient
-    that become 0 or lose digits at that scale. `computes` is 'fp32', 'float16' or 'bfloat16'. `nonfinite` is true if half precision gives
-    infinities or NaNs where fp32 does not. `order` counts modules in the order they ran. NaN stands for what was not measured."""
+    without the loss scale. `bits` is log2 of the ratio between the largest number that the module's precision holds (65504 in fp16) and
+    the largest of these values, with gradients multiplied by the loss scale. `flushed` and `subnormal` are the shares, from 0 to 1, of
+    the nonzero gradients that become 0 or lose digits at that scale. `computes` is 'fp32', 'float16' or 'bfloat16'. `nonfinite` is true
+    if half precision gives infinities or NaNs where fp32 does not. `order` counts the modules in the order in which they ran. NaN means
+    that a value was not measured."""
     verdict:str # 'healthy', 'weights', 'data', 'loss_func', 'divergence', 'scale', 'forward', 'backward' or 'loss'
-    sentence:str # The cause, in words
+    sentence:str # The cause, as a sentence
     remedy:str = '' # What you can do, in words or as code
-    producer:str = None # Dotted name of the module at fault; '' is the model itself, `None`: no module is
-    op:str = None # The operation in it
+    producer:str = None # Dotted name of the module at fault; '' is the model itself, `None` means no module
+    op:str = None # The operation at fault in that module
     table:pd.DataFrame = field(default_factory=pd.DataFrame) # One row per module, see above; empty if nothing was measured
     scale:float = 1. # The loss scale of the batch
     new_scale:float = None # A loss scale that fits
-    promoted:list = field(default_factory=list) # What has to stay in fp32, as `keep_fp32` takes it; healing keeps it from then on
+    promoted:list = field(default_factory=list) # What has to stay in fp32, as in `keep_fp32`
     samples:list = field(default_factory=list) # Indices of the samples at fault in the batch
-    dtype:torch.dtype = torch.float16 # The half precision in question, `torch.float16` or `torch.bfloat16`
-    done:str = '' # What was done about it, in a sentence
+    dtype:torch.dtype = torch.float16 # `torch.float16` or `torch.bfloat16`
+    done:str = '' # What was done about it, as a sentence
 
     @property
     def fp32_fails(self) -> bool:
-        "Can fp32 not learn from the batch either?"
+        "Is fp32 unable to learn from the batch, too?"
         return self.verdict in ('weights','data','loss_func','divergence')
 
     @property
     def told(self) -> str:
-        "The cause, what was done and what you can do, one sentence each: what a warning says"
+        "The text of a warning: the cause, what was done and what you can do, in one sentence each"
         return ' '.join(_stopped(o) for o in (self.sentence, self.done, _advice(self.remedy)) if o)
 
 # %% ../nbs/11_report.ipynb #7dcad8fe
@@ -121,17 +122,17 @@ _columns = {k: ['module', 'type', *v.split()] for k,v in _why.items()} # by verd
 _most_rows,_longest_type = 10,18 # characters
 
 def _tells(col, kind):
-    "Is there something to see in the column? `kind` is the half precision that modules compute in as a rule"
+    "Is the column worth showing? `kind` is the half precision that most modules compute in"
     if col.name=='computes': return (col!=kind).any()
     return (col>0).any() if col.name in ('flushed','subnormal') else col.notna().any()
 
 def _is_within(name, promoted):
-    "Do the names `promoted`, of which one with a dot at its end means a module without those inside it, make the module stay in fp32?"
+    "Does one of `promoted` keep the module `name` in fp32? A name with a dot at its end keeps a module without those inside it"
     return any(name==p.rstrip('.') or not p or name.startswith(p+'.') for p in promoted)
 
 @patch
 def _rows(self:PrecisionReport):
-    "The rows to show, with the columns that tell something; which of them is the producer's; how many rows are left out"
+    "The rows and columns to show, which of the rows belongs to the producer, and how many rows are left out"
     table = self.table.reset_index(drop=True).reindex(columns=_columns[self.verdict])
     rank = [0 if o==self.producer else 1 if _is_within(o, self.promoted) else 2 for o in table.module]
     df = table.iloc[np.argsort(rank, kind='stable')[:_most_rows]]
@@ -144,16 +145,16 @@ def _rows(self:PrecisionReport):
 def _left(more): return f"… and {more} more module{'s' if more>1 else ''}, in `.table`"
 
 # %% ../nbs/11_report.ipynb #e846e4b2
-_width,_shortest = 100,16 # characters: of a line, and what a name has at least
+_width,_shortest = 100,16 # characters: the longest line, and the shortest length that a name is cut to
 
 @patch
 def _words(self:PrecisionReport):
-    "The cause, what was done and what you can do, a line for each"
+    "The cause, what was done and what you can do, one line each"
     return [f'{self.verdict}: {self.sentence}', *L(self.done and f'Done: {self.done}', _advice(self.remedy)).filter()]
 
 def _lines(df):
     "The rows as text, below the names of the columns"
-    df = df.set_index('module').rename_axis(index=None, columns='module') # an index is aligned to the left
+    df = df.set_index('module').rename_axis(index=None, columns='module') # pandas aligns an index to the left
     return df.to_string(formatters=_formats, na_rep='').splitlines()
 
 @patch
@@ -176,10 +177,10 @@ _page_styles = {'': 'border-collapse:collapse; color:inherit; font-size:inherit'
 
 def styler(
     df:pd.DataFrame, # The rows to show, without their index
-    text, # Columns that are no numbers
-    shown # What it shows: the same gives the same HTML in each process
+    text, # Names of the columns of text
+    shown # Anything with a `str` that identifies the table: the same text gives the same HTML
 ) -> Styler:
-    "A table in the colors and the font of the page, light or dark"
+    "Style a table with the colors and the font of the page, light or dark"
     left = {c: [dict(selector='', props='text-align:left')] for c in text if c in df}
     return (Styler(df, uuid=f'{crc32(str(shown).encode()):08x}', cell_ids=False).hide(axis='index')
         .set_table_styles([dict(selector=k, props=v) for k,v in _page_styles.items()]).set_table_styles(left, overwrite=False))
@@ -187,7 +188,7 @@ def styler(
 _longest_name = 40 # characters
 
 def _styled(df, hot, report):
-    "The rows `df` as HTML, the producer's where `hot`; a bar is full at all the bits that there are"
+    "The rows `df` as HTML, with the producer's rows `hot`; a full bar stands for the whole range of the half precision"
     mine,top = df.index[hot],math.log2(torch.finfo(report.dtype).max)
     df,bar = df.assign(module=_shortened(df.module, _longest_name)),[o for o in df if o=='bits']
     return (styler(df, _text, report)
@@ -212,7 +213,7 @@ def _repr_html_(self:PrecisionReport):
     return f'<div style="border-left:4px solid rgb({color});padding:2px 12px;overflow-wrap:anywhere">{"".join(res)}</div>'
 
 # %% ../nbs/11_report.ipynb #a50694a2
-_longest = 24 # bits; beyond, one bar says as much as another
+_longest = 24 # bits; the length of a longer bar does not matter
 
 @patch
 def plot(self:PrecisionReport,
@@ -220,8 +221,8 @@ def plot(self:PrecisionReport,
 ): # The `Axes`, one bar per row of `table`
     """Plot how many bits each module has left, in the order of execution
 
-    The producer is red; without one, every module below 0 bits is. Bars end at 24 bits on either side. An empty table gives an empty
-    picture."""
+    The producer is red. If there is none, all modules below 0 bits are. Bars end at 24 bits on either side. An empty table gives an empty
+    plot."""
     df = self.table.reindex(columns=['module','bits','order']).sort_values('order', ascending=False)
     if ax is None: _,ax = plt.subplots(figsize=(7, 0.8+0.22*len(df)))
     hot = df.bits<0 if self.producer is None else df.module==self.producer

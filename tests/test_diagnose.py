@@ -84,7 +84,7 @@ verdicts = dict(
     inputs=(lambda: healthy(x=with_nan(torch.randn(8,8), 2, 5)), 'data', None, None, r'inputs .* in 2 of its 8 samples: 2, 5\.'),
     targets=(lambda: healthy(y=with_nan(torch.randn(8,1), 7)), 'data', None, None, r'targets .* in 1 of its 8 samples: 7\.'),
     divergence=(mid(lambda x: x*1e30, lambda x: x*1e30, lr=0.5), 'divergence', '2', None,
-                r'not finite in fp32 either, first in 2 \(Do\).*learning rate 0\.5'),
+                r'not finite in fp32 either, first in 2 \(Do\).*learning rate of 0\.5'),
     singular=(mid(norm_of_zero), 'divergence', '1', None, r'backward pass is not finite in fp32 either, first in 1 \(Do\)'),
     scale=(lambda: healthy(loss_func=lambda p,t: 1e4*mse(p, t)), 'scale', None, None, r'65536 is too high .* fits'),
     forward=(mid(lambda x: x*1e6, lambda x: x*1e-6), 'forward', '1', 'mul', r'`mul` in 1 \(Do\) gives numbers up to .*65504'),
@@ -93,7 +93,7 @@ verdicts = dict(
     raises=(mid(masked_fill), 'forward', '1', 'masked_fill', r'`masked_fill` in 1 \(Do\) raises in float16'),
     backward=(mid(small_root), 'backward', '1', 'sqrt', r'derivative of `sqrt` in 1 \(Do\)'),
     nested=(lambda: case(between(nn.Sequential(Do(small_root)))), 'backward', '1.0', 'sqrt', r'derivative of `sqrt` in 1\.0 \(Do\)'),
-    silent=(mid(rms, scale=1.), 'forward', '1', 'mul', r'finite numbers of that, wrong ones'),
+    silent=(mid(rms, scale=1.), 'forward', '1', 'mul', r'finite numbers, but wrong ones'),
     rounded=(mid(lost_in_1, dtype=torch.bfloat16, scale=1., min_scale=None), 'forward', '1', 'sub',
              r'`sub` in 1 \(Do\) .* are lost in bfloat16'),
     loss=(aux_case, 'loss', None, 'pow', r'`pow` in the loss function'),
@@ -424,7 +424,7 @@ def test_a_norm_whose_output_passes_65504_is_said_to_do_that(norm):
             model[3].weight.mul_(1e-5)
         return model
     r = diagnose(case(model))
-    assert re.match(r'1 \(\w+\) gives numbers up to [\d.e+]+, and float16 ends at 65504', r.sentence) and r.op is None
+    assert re.match(r'1 \(\w+\) gives numbers up to [\d.e+]+, but the largest float16 number is 65504', r.sentence) and r.op is None
     assert r.producer==r.promoted[0]=='1' and r.promoted in (['1'],['1','3']) and r.remedy==f'keep_fp32={r.promoted}'
 
 class Intermediate(nn.Module):
