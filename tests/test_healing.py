@@ -327,7 +327,7 @@ def test_a_diagnosis_that_fails_does_not_lose_the_batch_and_says_why(name, monke
     learn,msgs = said(make)
     assert all_taken(learn) and len(learn.mixed_precision.history)==8 and learn.mixed_precision.reports==[]
     assert msgs==["A batch went wrong in fp16, and its diagnosis failed: it raises IndexError (tuple index out of range). "
-                  "It is computed in fp32 instead."]
+                  "The batch runs in fp32 instead."]
     torch.testing.assert_close(weights(learn), weights(fit(make().to_fp32())), rtol=1e-4, atol=1e-5) # all steps are fp32's
     clean(learn)
 
@@ -437,7 +437,7 @@ def test_divergence_ends_the_fit_with_the_last_good_weights():
     learn = s.make(0).to_fp16_dynamic()
     with pytest.warns(UserWarning) as w, learn.no_bar(), learn.no_logging(): learn.fit(5, s.lr)
     mp,said = learn.mixed_precision,[str(o.message) for o in w]
-    assert any('divergence at the learning rate 10, not precision' in o for o in said)
+    assert any('training diverges at a learning rate of 10, in any precision' in o for o in said)
     n = len(mp.history)
     assert f"Training stopped at step {n} of {5*len(learn.dls.train)}" in said[-1] and n<40
     assert all(p.isfinite().all() for p in weights(learn)) and mp.reports[-1].verdict=='divergence'
