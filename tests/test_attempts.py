@@ -352,7 +352,7 @@ def test_the_steps_of_accumulated_batches_are_counted_as_such():
     ends(learn, ['step 7 (batch 14 of 20)'])
 
 def test_a_divergence_ends_the_fit_and_says_that_it_ended():
-    mp = ends(learner(n=40*16, opt_func=SGD, lr=1e25).to_fp16_dynamic(), ['step', 'of 40', 'divergence', 'weights are'])
+    mp = ends(learner(n=40*16, opt_func=SGD, lr=1e25).to_fp16_dynamic(), ['step', 'of 40', 'diverges', 'weights are'])
     assert 3<=len(mp.history)<40 and mp.history.skipped[-3:].all()
 
 def test_in_the_second_epoch_the_steps_of_the_fit_are_counted():
