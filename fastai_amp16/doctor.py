@@ -14,7 +14,7 @@ from weakref import ref
 from fastai.basics import *
 from fastai.callback.channelslast import ChannelsLast
 from .nested import half_types,tensors
-from .precision import convs,unwrap
+from .precision import class_named,convs,unwrap
 from .report import as_html,colors,keep_code,listed,styler
 from .rerun import loss_name
 from .case import is_bad
@@ -24,17 +24,17 @@ from .learner import looking,running,training_case
 
 # %% ../nbs/20_doctor.ipynb #086315b4
 _colors = dict(error='red', warning='amber', speed='blue', info='grey')
-_severities = dict(error='will fail', warning='may fail or be wrong', speed='slower than it could be', info='good to know')
+_severities = dict(error='will fail', warning='may fail or be wrong', speed='slower than necessary', info='good to know')
 
 @dataclass
 class Finding:
-    "A hazard: how bad, where, what and what to do. As `remedy` code to run, with `learn`; where the model's own code must change, how"
+    "A hazard: how bad it is, where, what, and what to do"
     severity:str # 'error': will fail; 'warning': may fail or be wrong; 'speed'; 'info'
-    module:str # Dotted name of the module in the code of which it is; '' is the model itself; `None`: nowhere in the model
-    fact:str # What was found, in a sentence
-    remedy:str # `{keep}` in it is the call that keeps `keep` in fp32
+    module:str # Dotted name of the module whose code is concerned; '' is the model itself, `None` no module
+    fact:str # What the doctor found, in a sentence
+    remedy:str # Code to run, or how to change the model's code; `{keep}` stands for the call that keeps `keep` in fp32
     keep:list = field(default_factory=list, repr=False) # What to keep in fp32, as `keep_fp32` takes it, if that helps
-    others:list = field(default_factory=list) # More modules with the same
+    others:list = field(default_factory=list) # More modules with the same finding
 
     @property
     def where(self) -> str:
@@ -44,12 +44,12 @@ class Finding:
 
 # %% ../nbs/20_doctor.ipynb #188da48b
 class Checkup(list):
-    "The `Finding`s, the worst first: a table in a notebook, text in `str`; `report` is the `PrecisionReport` on the batch, if it ran"
+    "A list of `Finding`s, the worst first: a table in a notebook, text by `str`; `report` is the `PrecisionReport` on the batch, if it ran"
     def __init__(self,
-        findings=(), # `Finding`s, in any order; the same of several modules become one
+        findings=(), # `Finding`s in any order; equal ones of several modules become one
         report=None, # The `PrecisionReport` on the batch
-        kept=(), # What is kept in fp32 already, as `keep_fp32` takes it
-        dtype:torch.dtype=torch.float16 # The half precision that it is about
+        kept=(), # What already stays in fp32, as `keep_fp32` takes it
+        dtype:torch.dtype=torch.float16 # The half precision in question
     ):
         groups = {}
         for o in findings: groups.setdefault((o.severity,o.fact,o.remedy), []).append(o)
@@ -60,12 +60,12 @@ class Checkup(list):
         self.sort(key=lambda o: list(_severities).index(o.severity))
         self.report,keep = report,list(dict.fromkeys(n for o in self for n in o.keep))
         self.remedy = keep_code([*kept,*keep], dtype) if keep else ''
-        if any(self.remedy in o.remedy for o in self): self.remedy = '' # for all at once, where one finding does not say that
+        if any(self.remedy in o.remedy for o in self): self.remedy = '' # only needed if no single finding says the same
 
     @property
     def sentence(self) -> str:
         "How many findings of each kind"
-        if not self: return 'Nothing found: half precision should go well.'
+        if not self: return 'No findings: half precision should work well.'
         def of_one_kind(s, n): return f"{n} {s}{'s'*(n>1 and s in ('error','warning'))} ({_severities[s]})"
         kinds = [of_one_kind(*o) for o in Counter(o.severity for o in self).items()]
         return f"{len(self)} finding{'s'*(len(self)>1)}: {', '.join(kinds)}."
@@ -75,7 +75,7 @@ class Checkup(list):
         for o in self:
             res.append(f"\n{o.severity.upper()}  {o.where}{': ' if o.where else ''}{o.fact}")
             res += [f'    {l}' for l in o.remedy.splitlines()]
-        return '\n'.join(res+([f'\nAll that is to be kept in fp32, at once:\n    {self.remedy}'] if self.remedy else []))
+        return '\n'.join(res+([f'\nTo keep all of these in fp32:\n    {self.remedy}'] if self.remedy else []))
     __repr__ = __str__
 
     def _repr_html_(self):
@@ -86,7 +86,7 @@ class Checkup(list):
             df = pd.DataFrame(rows, columns=['how bad','where','what'])
             res.append(styler(df, df, self).format('<b>{}</b>', 'how bad').format(escape='html', subset='where')
                 .apply(lambda row: [f"background-color:rgba({colors[_colors[row['how bad']]]},.18)"]*len(row), axis=1).to_html())
-        if self.remedy: res.append(f'<p>All that is to be kept in fp32, at once: {code(self.remedy)}</p>')
+        if self.remedy: res.append(f'<p>To keep all of these in fp32: {code(self.remedy)}</p>')
         return f'<div style="color:inherit">{"".join(res)}</div>'
 
 # %% ../nbs/20_doctor.ipynb #0923ebeb
@@ -96,7 +96,7 @@ _same = {*_casts, *"""view reshape flatten unflatten squeeze unsqueeze transpose
     expand_as float getitem as_subclass alias chunk split unbind narrow dropout""".split()}
 
 class _Node:
-    "An operation in the traced batch; without a `frame`, a tensor from elsewhere. `least` is how near its numbers come to 0"
+    "An operation in the traced batch, or without a `frame` a tensor from elsewhere; `least` is its number nearest to 0"
     def __init__(self, shape, frame=None, ins=(), args=(), kwargs=None, least=math.inf):
         self.shape,self.frame,self.ins,self.outs,self.least = shape,frame,list(ins),[],least
         self.op,self.module = (frame.op,frame.name) if frame else ('',None)
@@ -111,7 +111,7 @@ class _Node:
     @property
     def top(self): return max((s.value[1] for s in self.frame.outs if s.value), default=0.) if self.frame else 0.
     def reach(self, attr, stop=noop, depth=12):
-        "The nodes found by following `attr`, itself first, no further than `depth` steps and those for which `stop`"
+        "The nodes that you reach through `attr`, this one first, within `depth` steps and up to those for which `stop` is true"
         seen,now = {self:None},[self]
         while now and depth:
             now,depth = [*dict.fromkeys(i for o in now if stop is noop or not stop(o) for i in getattr(o, attr) if i not in seen)],depth-1
@@ -122,7 +122,7 @@ class _Node:
 _measured = set("""add radd iadd clamp clamp_min maximum mean sum var std var_mean std_mean exp sigmoid softmax""".split())
 
 def _least(op, args, kwargs, out):
-    "How near the numbers come to 0 that `op` gives, or the norms that it divides by"
+    "The number nearest to 0 in the result of `op`, or among the norms that it divides by"
     if op=='normalize': norms = [args[0].detach().norm(kwargs.get('p', 2.), kwargs.get('dim', 1))]
     elif op=='cosine_similarity':
         dim = kwargs.get('dim', next((o for o in args[2:] if type(o) is int), 1))
@@ -153,7 +153,7 @@ _largest = torch.finfo(torch.float32).max
 _enough = 6 # bits of room that make a hazard unlikely
 
 class _Exam:
-    "What the checks look at: the operations of a batch, and what half precision makes of them"
+    "What the checks look at: the operations of a batch, in fp32 and in half precision"
     def __init__(self, case, device):
         self.case,self.device,self.dtype,self.model,self.learn = case,device,case.dtype,case.model,case.learn
         self.kind,self.finfo = case.kind,torch.finfo(case.dtype)
@@ -165,11 +165,11 @@ class _Exam:
 
     def seen(self, n): return self.half.seen.get((*n.frame.call,'out',0)) if self.half and n.frame else None
     def is_half(self, *nodes):
-        "Does one of them compute in half precision? Where the run did not come so far: would its module?"
+        "Does one of them compute in half precision? If the run stopped before, would its module?"
         return any(s.half if (s:=self.seen(n)) else self.modules.get(n.module) not in {None,*self.plan.in_fp32} for n in nodes if n.frame)
     def room(self, *nodes, most=0., least=math.inf):
-        """How many bits of room half precision has in this batch, where `nodes` ran: up to its largest number, from theirs, those of their
-        gradients and `most`, which they hold on the way; and down to its smallest, from the `least` that must not become 0"""
+        """How many bits of room half precision leaves `nodes` in this batch: from their largest number, including gradients and the
+        intermediate result `most`, up to its largest, and from `least`, which must not become 0, down to its smallest"""
         seen = [s for n in nodes if n.frame for s in (*n.frame.ins,*n.frame.outs)]
         # a loss scale that can move goes down, as far as to 1 without harm
         scale = self.case.scale/min(self.case.scale, 1.) if self.case.min_scale is not None else 1.
@@ -179,7 +179,7 @@ class _Exam:
         least = float(least)
         return min(up, math.log2(least/self.smallest) if least>0 else -math.inf)
     def overflows(self, n):
-        "Are there numbers in what `n` gives that only half precision makes infinite?"
+        "Does only half precision make numbers in the result of `n` infinite?"
         if not self.seen(n): return self.max<n.top<_largest # `torch.finfo(x.dtype).max` will be another
         def more(at, ss): return any(is_bad(o.value, s.value) for i,s in enumerate(ss) if (o:=self.half.seen.get((*n.frame.call,at,i))))
         return more('out', n.frame.outs) and not more('in', n.frame.ins)
@@ -187,7 +187,7 @@ class _Exam:
         o = self.half and self.half.open
         return bool(o) and (o.call==n.frame.call or self.seen(n) is None and n.op in ('masked_fill','full','full_like','new_full'))
     def own(self, *names):
-        "The code of the modules `names` without the modules inside, as `keep_fp32` takes it"
+        "The own code of the modules `names`, without the modules inside, as `keep_fp32` takes it"
         return list(dict.fromkeys(f'{n}.' if n=='' or self.modules[n]._modules else n for n in names if n in self.modules))
     def code(self, name): return 'learn.model'+(f".get_submodule({name!r})" if name else '')
     def all_are(self, kind, nodes):
@@ -197,7 +197,7 @@ class _Exam:
 
 _checks = []
 def _check(f):
-    "`f` takes an `_Exam` and gives `Finding`s"
+    "Register `f`, which takes an `_Exam` and yields `Finding`s"
     _checks.append(f)
     return f
 
@@ -213,16 +213,17 @@ def _large_constants(e):
         if not large or not (raises or attends or e.overflows(n)): continue
         c = min(large)
         masks = c<0 or attends or n.op in {*_casts,'masked_fill','where'}
-        effect = 'it raises' if raises else 'it becomes infinite'+(', and a row that is masked as a whole NaN' if masks else '')
-        yield Finding('error' if raises else 'warning', n.module, f"`{n.op}` with {c:g}: {e.kind} ends at {e.max:g}, {effect}.",
-            (f"# in its code: torch.finfo(scores.dtype).min in place of {c:g}; or\n" if masks else '')+'{keep}', e.own(n.module))
+        masked = ', and a row that is masked completely becomes NaN' if masks else ''
+        effect = 'this raises an error' if raises else 'this becomes infinite'+masked
+        yield Finding('error' if raises else 'warning', n.module, f"`{n.op}` with {c:g}: {e.kind} ends at {e.max:g}, so {effect}.",
+            (f"# in its code: torch.finfo(scores.dtype).min instead of {c:g}; or\n" if masks else '')+'{keep}', e.own(n.module))
 
 # %% ../nbs/20_doctor.ipynb #6519d41c
 _singular = {'log','log2','log10','sqrt','rsqrt','reciprocal','rdiv','rtruediv'} # infinite at 0, or with an infinite derivative there
 _divisions = {'div','divide','idiv','truediv','itruediv','true_divide'}
 
 def _guards(n):
-    "Is something done with what `n` gives that needs it to be other than 0?"
+    "Does other code need the result of `n` to differ from 0?"
     def needs(u):
         if u.op in _divisions: return len(u.ins)==2 and u.ins[1].source is n
         return u.op in _singular or u.op=='pow' and min(u.nums, default=1)<1
@@ -236,16 +237,16 @@ def _small_constants(e):
         else: continue
         if n.module not in e.modules or not e.rounds_to_0(eps) or not e.is_half(n): continue
         attr = next((k for k,v in vars(e.modules[n.module]).items() if type(v) is float and v==eps), None)
-        fix = f"{e.code(n.module)}.{attr} = 1e-4" if attr else f'# in its code: 1e-4 in place of {eps:g}'
+        fix = f"{e.code(n.module)}.{attr} = 1e-4" if attr else f'# in its code: 1e-4 instead of {eps:g}'
         fact = f"`{n.op}` with an eps of {eps:g}, which is 0 in {e.kind}"
         if e.room(least=n.least)<_enough:
-            fact += ", and numbers of this batch are so near 0 that they need it."
+            fact += ", and this batch has numbers so near 0 that they need it."
             yield Finding('warning', n.module, fact, fix+('\n# or ' if attr else '; or\n')+'{keep}', e.own(n.module))
-        else: yield Finding('info', n.module, fact+": no harm while nothing comes near 0, as in this batch.", fix)
+        else: yield Finding('info', n.module, fact+". This does no harm as long as nothing comes near 0, as in this batch.", fix)
 
 # %% ../nbs/20_doctor.ipynb #c5229177
 def _squashed(n):
-    "The sigmoid or softmax that `n` comes from, if any: `1-p`, an eps or a clamp make no difference"
+    "The sigmoid or softmax that `n` comes from, if any; `1-p`, an eps or a clamp in between do not matter"
     n = n.source
     while n.op in ('add','radd','sub','rsub','clamp','clamp_min') and len(n.ins)==1: n = n.ins[0].source
     return n if n.op in ('sigmoid','softmax') else None
@@ -258,20 +259,20 @@ def _losses(e):
         in_loss,half,kind = n.module==loss_name,e.is_half(p, n),p.op.capitalize()
         if not half and not (p.module==loss_name and n.ins[0].source is p): continue # an eps is enough for fp32
         loss = 'learn.loss_func = nn.'+dict(sigmoid='BCEWithLogitsLoss()', softmax='CrossEntropyLoss()')[p.op]
-        if not in_loss: fix = f"# in its code: F.log{dict(sigmoid='sigmoid', softmax='_softmax')[p.op]} in place of {p.op} and log; or\n"
+        if not in_loss: fix = f"# in its code: F.log{dict(sigmoid='sigmoid', softmax='_softmax')[p.op]} instead of {p.op} and log; or\n"
         elif isinstance(e.modules.get(p.module), getattr(nn, kind)) and e.all_are(getattr(nn, kind), [p]):
             fix = f"swap_module(learn.model, nn.{kind}, nn.Identity)\n{loss}\n# or "
         else: fix = f"{loss}  # and no {p.op}\n# or "
         who = 'The loss function takes a' if in_loss else 'A'
         near_1 = (1-p.top)*2*e.smallest/e.finfo.eps # by the same share of what half precision resolves there
         if half and e.room(least=min(p.least, near_1))<_enough:
-            fact = f"{who} logarithm of a {p.op} that {e.kind} has rounded: near 0 and 1 it has no gradient, or an infinite one."
+            fact = f"{who} logarithm of a {p.op} that {e.kind} rounds: near 0 and 1 its gradient is 0 or infinite."
             yield Finding('warning', p.module, fact, fix+'{keep}', e.own(p.module, n.module))
         elif half:
-            fact = f"{who} logarithm of a {p.op}, which {e.kind} rounds to 0 or 1 once the network is sure: a loss of logits is exact."
+            fact = f"{who} logarithm of a {p.op}, which {e.kind} rounds to 0 or 1 once the network is certain: a loss of logits is exact."
             yield Finding('info', p.module, fact, fix[:re.search(r'(; or\n|\n# or )$', fix).start()])
         else:
-            fact = f"{who} logarithm of a {p.op}, which even fp32 rounds to 0 or 1 when the network is sure: a loss of logits is exact."
+            fact = f"{who} logarithm of a {p.op}, which even fp32 rounds to 0 or 1 once the network is certain: a loss of logits is exact."
             yield Finding('info', None, fact, loss)
 
 @_check
@@ -283,8 +284,8 @@ def _exps(e):
         if s.op!='exp' or s is n.ins[0].source and n.op=='log' or not e.is_half(s): continue
         if any(o.op in ('max','amax') for o in s.reach('ins', depth=4)): continue # it subtracts the largest
         name = 'logsumexp' if any(o.op=='sum' for o in n.reach('ins', depth=4)) else 'F.softplus'
-        fact = f"{name} written by hand: in {e.kind} `exp` is infinite from {math.log(e.max):.1f} on."
-        fix = f"# in its code: {'torch.'*(name=='logsumexp')}{name} in place of exp and log"
+        fact = f"{name} written by hand: in {e.kind} `exp` is infinite above {math.log(e.max):.1f}."
+        fix = f"# in its code: {'torch.'*(name=='logsumexp')}{name} instead of exp and log"
         if e.room(s, n, least=n.ins[0].source.least if n.op=='log' else math.inf)<_enough:
             yield Finding('warning', n.module, fact, fix+'; or\n{keep}', e.own(s.module, n.module))
         else: yield Finding('info', n.module, fact, fix)
@@ -308,7 +309,7 @@ def _gates(e):
         if e.room(n, s)>=_enough: continue
         block = {k for k,m in e.modules.items() if isinstance(m, (nn.Linear,*convs)) and k.startswith(n.module+'.')}
         name,keep = (n.module,[n.module]) if n.module and block<=squeeze else (s.module,[*e.own(n.module),*sorted(squeeze)])
-        fact = f"A sigmoid gate for channels (Squeeze-and-Excitation) in {e.kind}: its gradient adds up all positions and may overflow."
+        fact = f"A sigmoid gate for channels (Squeeze-and-Excitation) in {e.kind}: its gradient sums over all positions and may overflow."
         yield Finding('warning', name, fact, fix+'{keep}', keep)
 
 # %% ../nbs/20_doctor.ipynb #96c988b7
@@ -316,8 +317,8 @@ def _gates(e):
 _after_moment = {'add','radd','iadd','sqrt','rsqrt','pow','reciprocal','rdiv','rtruediv','div','truediv','clamp','clamp_min','maximum'}
 
 def _moment(n):
-    """The variance or mean square from which `n` is computed, and the numbers of which it is that; `None` if there is none. And what is
-    between it and its root: it is not 0 where an eps is added"""
+    """The variance or mean square that `n` comes from, the numbers it is taken of, and the operations from there to its root (an added eps
+    keeps it from 0); `None` if there is none"""
     rooted,between = False,[]
     while True:
         n = n.source
@@ -346,8 +347,8 @@ def _norms(e):
             m,numbers,between = moment
             least = max((o.least for o in between if o.least<math.inf), default=math.inf)
             if e.room(m, *between, most=numbers.top**2 if m.op in ('var','var_mean') else 0., least=least)<_enough:
-                most = f"squares pass {e.max:g} from {e.max**0.5:.0f} on"
-                fact = f"A norm written by hand computes in {e.kind}: {most}, and small ones are 0."
+                most = f"squares of numbers above {e.max**0.5:.0f} exceed {e.max:g}"
+                fact = f"A norm written by hand computes in {e.kind}: {most}, and small squares become 0."
                 yield Finding('warning', n.module, fact, '{keep}', e.own(n.module))
 
 # %% ../nbs/20_doctor.ipynb #1e1581bb
@@ -382,7 +383,7 @@ def _headroom(e):
     tops = {n: t for n,t in sorted(tops.items(), key=lambda o: -o[1]) if t>e.max/2}
     if tops:
         n,top = next(iter(tops.items()))
-        fact = f"Numbers up to {top:.3g} in this batch: {math.log2(e.max/top):.1f} bits are left to {e.max:g}, where {e.kind} ends."
+        fact = f"Numbers up to {top:.3g} in this batch: {math.log2(e.max/top):.1f} bits are left up to {e.max:g}, where {e.kind} ends."
         yield Finding('warning', n, fact, '{keep}', e.own(*tops), [*tops][1:])
 
 # %% ../nbs/20_doctor.ipynb #77e61165
@@ -393,20 +394,20 @@ def _bf16_weights(e):
     ws = [w for w in ws if len(w.flatten()[:1000].unique())>16] # not ones
     short = sum(w.numel() for w in ws if not (w.contiguous().view(torch.int32) & 0xffff).any())
     if ws and short>sum(w.numel() for w in ws)/2: # a new head is trained on a pretrained body
-        fact = "The weights have no more digits than bf16 holds: pretrained in bf16, they may give numbers that fp16 cannot hold."
-        heals = "learn.to_fp16_dynamic()  # this GPU only emulates bf16; what overflows is kept in fp32"
+        fact = "The weights have no more digits than bf16 holds. A model pretrained in bf16 may give numbers that fp16 cannot hold."
+        heals = "learn.to_fp16_dynamic()  # this GPU only emulates bf16; layers that overflow stay in fp32"
         yield Finding('warning', '', fact, heals if e.device.emulates_bf16 else 'learn.to_bf16_dynamic()')
 
 @_check
 def _optimizer(e):
     try: opt = e.learn.opt or e.learn.opt_func([nn.Parameter(torch.zeros(1))], lr=e.learn.lr)
-    except Exception: return # it wants the parameters of the model; nothing is wrong with that
+    except Exception: return # it needs the parameters of the model, which is fine
     eps = min((h['eps'] for h in opt.hypers if h.get('eps')), default=0.)
     if not e.rounds_to_0(float(eps)): return
     name = getattr(getattr(e.learn.opt_func, 'func', e.learn.opt_func), '__name__', '')
     new = name+'16' if name in ('RMSProp','QHAdam','Larc','Adam','RAdam','Lamb','ranger') else 'partial(learn.opt_func, eps=1e-4)'
-    fact = (f"The optimizer's eps of {eps:g} is 0 in {e.kind}. Its state is fp32 here, so nothing is divided by 0; "
-            "but gradients that are mostly rounding errors become full steps.")
+    fact = (f"The optimizer's eps of {eps:g} is 0 in {e.kind}. Its state is fp32, so nothing is divided by 0, "
+            "but gradients that are mostly rounding errors cause full steps.")
     yield Finding('info', None, fact, f"learn.opt_func,learn.opt = {new},None")
 
 # %% ../nbs/20_doctor.ipynb #067e09cc
@@ -414,7 +415,7 @@ def _instructions():
     "What the CPU has, by torch's names"
     c = torch.cpu
     if hasattr(c, 'get_capabilities'): return c.get_capabilities()
-    x86 = c._is_avx2_supported() # of others, who knows
+    x86 = c._is_avx2_supported() # torch does not tell for others
     return dict(amx_bf16=c._is_amx_tile_supported(), avx512_bf16=c._is_avx512_bf16_supported(), bf16=not x86)
 
 class _Device(namedtuple('_Device', 'type name capability emulates_bf16 fast', defaults=('', None, False, ()))):
@@ -436,17 +437,17 @@ def _device(d, dtype):
     "`Finding`s on the device `d`"
     kind,other = ('fp16','bf16') if dtype==torch.float16 else ('bf16','fp16')
     if d.type=='cpu' and kind not in d.fast:
-        fact = "fp16 on this CPU is for tests: it is" if kind=='fp16' else "This CPU has no instructions for bf16, which is then"
-        yield Finding('info', None, f"{fact} slower than fp32.", f'learn.to_{other}_dynamic()' if other in d.fast else 'learn.to_fp32()')
+        fact = f"This CPU has no instructions for {kind}: it is slower than fp32 here."
+        yield Finding('info', None, fact, f'learn.to_{other}_dynamic()' if other in d.fast else 'learn.to_fp32()')
     if d.capability is None: return
     if d.turing_without:
-        fact = f"{d.name} has no tensor cores, and its kind is known for NaNs in fp16 (pytorch#58123)."
+        fact = f"{d.name} has no tensor cores, and GPUs of this kind are known for NaNs in fp16 (pytorch#58123)."
         yield Finding('warning', None, fact, 'learn.to_fp32()')
     elif not d.tensor_cores:
         yield Finding('speed', None, f"{d.name} (compute capability {'.'.join(map(str, d.capability))}) has no tensor cores: "
-            "half precision saves memory, hardly time.", 'learn.to_fp32()')
+            "half precision saves memory, but hardly any time.", 'learn.to_fp32()')
     if dtype==torch.bfloat16 and d.emulates_bf16:
-        yield Finding('speed', None, f"{d.name} has no bf16 arithmetic and only emulates it, slowly.", 'learn.to_fp16_dynamic()')
+        yield Finding('speed', None, f"{d.name} only emulates bf16, which is slow.", 'learn.to_fp16_dynamic()')
 
 @_check
 def _on_device(e): return _device(e.device, e.dtype)
@@ -467,25 +468,25 @@ def _sizes(e):
     odd = {n: s for n,s in odd.items() if work[n]>0.01*sum(work.values())}
     sizes = list(dict.fromkeys(s for o in odd.values() for s in o))
     if odd:
-        yield Finding('speed', next(iter(odd)), f"Sizes that are not multiples of 8 ({listed(sizes)}): tensor cores pad or rest.",
-            '# '+', '.join(f'{8*math.ceil(s/8)} in place of {s}' for s in sizes)+', say', [], [*odd][1:])
+        yield Finding('speed', next(iter(odd)), f"Sizes that are not multiples of 8 ({listed(sizes)}) slow tensor cores down.",
+            '# '+', '.join(f'{8*math.ceil(s/8)} instead of {s}' for s in sizes), [], [*odd][1:])
 
 @_check
 def _memory_format(e):
     if not e.device.tensor_cores or e.learn._grab_cbs(ChannelsLast): return
     ws = [m.weight for m in e.modules.values() if isinstance(m, nn.Conv2d) and max(m.kernel_size)>1 and m.groups==1 and m.in_channels>1]
     if ws and not any(w.is_contiguous(memory_format=torch.channels_last) for w in ws):
-        fact = "Convolutions in the order NCHW: tensor cores want NHWC, and each layer converts."
+        fact = "The convolutions are in NCHW order. Tensor cores need NHWC, so each layer converts its input."
         yield Finding('speed', '', fact, 'learn.to_channelslast(use_amp=False)')
 
 # %% ../nbs/20_doctor.ipynb #be8b965f
 def _examine(learn, b=None, device=None):
-    "The `Checkup` of `learn`, as if on `device`"
+    "The `Checkup` of `learn`, as if it were on `device`"
     mp,model = running(learn),unwrap(learn.model)
     dtype,kept = (mp.dtype,mp.names()) if mp else (torch.float16,[])
     half = [n for n,p in model.named_parameters() if p.dtype in half_types]
     if half:
-        fact = f"Parameters in half precision: {listed(half)}. They must be fp32 masters."
+        fact = f"Parameters in half precision: {listed(half)}. They must be fp32 master weights."
         return Checkup([Finding('error', half[0].rpartition('.')[0], fact, 'learn.model.float()')])
     with training_case(learn, b) as case:
         e = _Exam(case, device or _Device.of(next(model.parameters()).device))
@@ -494,28 +495,32 @@ def _examine(learn, b=None, device=None):
 
 @patch
 def fp16_doctor(self:Learner,
-    b=None # A batch as the data loaders give it; the first of the training set by default
+    b=None # A batch from the data loaders; by default the first of the training set
 ) -> Checkup: # A table in a notebook, text by `str`; a list of `Finding`s
-    """What will go wrong or slowly in half precision, before training: from one batch, of which nothing remains
+    """Find out from one batch, before training, what will fail or be slow in half precision; changes nothing
 
-    What the batch raises in fp32 is raised; `ValueError` for a model without parameters."""
-    return Checkup() if looking(self) else _examine(self, b) # a callback that asks is part of the batch
+    Raises what the batch raises in fp32, and `ValueError` for a model without parameters."""
+    return Checkup() if looking(self) else _examine(self, b) # a callback may ask within a batch
 
 # %% ../nbs/20_doctor.ipynb #6e3ca6ee
 def swap_module(
     model:nn.Module, # Changed in place
-    old:type, # Which modules: of this class or a subclass
-    new # What takes the place of one: a class, made without arguments, or a function of the old module
+    old:type, # Replace modules of this class and of its subclasses
+    new # A class, called without arguments, or a function that makes the new module from the old one
 ) -> nn.Module: # `model`
-    """Replace all modules of type `old` in `model`; names, training mode and device stay
+    """Replace all modules of class `old` in `model`; names, training mode and device stay
 
-    A module that is in several places stays one. The parts of `nn.MultiheadAttention` stay, which are never called. An optimizer that
-    exists does not know of new parameters. `ValueError` if there is no such module, or if it is the model itself."""
+    A module that is used in several places is replaced by a single new one. The parts of an `nn.MultiheadAttention` stay, as they are never
+    called. An optimizer that exists already does not know new parameters. Raises `ValueError` if there is no such module, or if it is the
+    model itself."""
+    if not isinstance(old, type):
+        cls = class_named(old if isinstance(old, str) else type(old).__name__, model)
+        raise TypeError(f"swap_module takes the class of the modules to replace{f', {cls}' if cls else ''}, and got {old!r}.")
     if isinstance(new, nn.Module) or not callable(new):
-        raise TypeError(f"swap_module takes a class or a function that makes the new module of the old one, and got {new!r}.")
+        raise TypeError(f"swap_module takes a class, or a function that makes the new module from the old one, and got {new!r}.")
     kind = type(model).__name__
     if isinstance(model, old):
-        raise ValueError(f"The model is a {kind} itself, which cannot be replaced in place: put the new one where it is used.")
+        raise ValueError(f"The model itself is a {kind}, which cannot be replaced in place: make the new module and use that one.")
     device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
     swapped,seen = {},set()
     def walk(m):

@@ -205,8 +205,45 @@ def test_bad_arguments_change_nothing(kw):
     assert any(f'{k}={v!r}' in str(e.value) for k,v in kw.items()) and '\n' not in str(e.value)
     assert learn.mixed_precision is before
 
-def test_unknown_argument():
-    with pytest.raises(TypeError, match='loss_scale'): learner().to_fp16_dynamic(loss_scale=512)
+scaling = '`init_scale`, with `dynamic=False`'
+@pytest.mark.parametrize('kw,says', [
+    (dict(loss_scale=512.),scaling), (dict(max_noskip=1000),'`growth_interval`'), (dict(max_scal=2.**24),'`max_scale`'), # fastai 1
+    (dict(scale_wait=500),'`growth_interval`'), (dict(max_loss_scale=2.**24),'`max_scale`'), (dict(flat_master=True),'fp32 masters'), # 2
+    (dict(clip=1.),'GradientNormClip(1.)'), (dict(div_factor=2.),'`growth_factor` and `backoff_factor`'),
+    (dict(enabled=False),'to_fp32()'), (dict(device='cuda'),'the model has one'), # torch
+    (dict(opt_level='O1'),'to_bf16_dynamic()'), (dict(keep_batchnorm_fp32=True),'all norms'), # apex
+    (dict(min_loss_scale=1.),'`min_scale`'),
+    (dict(precision='16-mixed'),'to_bf16_dynamic()'), (dict(gradient_clip_val=1.),'GradientNormClip(1.)'), # Lightning
+    (dict(loss_scale_window=1000),'`growth_interval`'), (dict(initial_scale_power=16),'`init_scale`, 2 to that power'), # DeepSpeed
+    (dict(growth_intervall=500),'use `growth_interval`'), (dict(colour=1),'the arguments are keep_fp32, on_spiral')])
+def test_a_keyword_of_others_names_ours(kw, says):
+    "As a user types it; nothing changes"
+    learn,(name,) = learner().to_bf16_dynamic(),kw
+    before = learn.mixed_precision
+    for to,who in ((learn.to_fp16_dynamic,'to_fp16_dynamic'), (DynamicMixedPrecision,'DynamicMixedPrecision')):
+        with pytest.raises(TypeError) as e: to(**kw)
+        text = str(e.value).replace('amp_mode, ', '')
+        assert text.startswith(f'{who}() got an unexpected keyword argument {name!r}: ') and says in text
+        assert '\n' not in text and text.endswith('.')
+    assert learn.mixed_precision is before
+
+@pytest.mark.parametrize('kw', [dict(loss_scale=512.), dict(init_scale=512.), dict(scale_wait=500), dict(dynamic=False)])
+def test_bf16_needs_no_loss_scale(kw):
+    with pytest.raises(TypeError, match=f"'{[*kw][0]}': leave it out, since bf16 needs no loss scale"): learner().to_bf16_dynamic(**kw)
+
+def test_several_unknown_keywords_are_all_told():
+    with pytest.raises(TypeError, match="'clip': .*; 'patient': use `patience`"): learner().to_bf16_dynamic(clip=1., patient=3)
+
+def test_what_the_messages_name_exists():
+    "The arguments named are arguments, and what they say to write runs"
+    learn = learner().to_fp16_dynamic(init_scale=512., dynamic=False, growth_interval=500, max_scale=2.**20, min_scale=1.)
+    learn.add_cb(GradientNormClip(1.))
+    fit(learn.to_bf16_dynamic(keep_fp32='0', on_spiral='warn', patience=2, rerun=False).to_fp32(), 1)
+
+@pytest.mark.parametrize('value,static', [(512,'512.0'), (1024.,'1024.0'), ('512','…')])
+def test_dynamic_is_not_a_scale(value, static):
+    with pytest.raises(ValueError) as e: learner().to_fp16_dynamic(dynamic=value)
+    assert f'dynamic={value!r}' in str(e.value) and f'dynamic=False, init_scale={static}' in str(e.value)
 
 @pytest.mark.parametrize('mode', ['fp8', None, 16])
 def test_unknown_amp_mode(mode):

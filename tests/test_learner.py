@@ -396,6 +396,13 @@ def test_what_the_batch_raises_in_fp32_is_raised():
     assert not any('forward' in vars(m) for m in learn.model.modules())
 
 @pytest.mark.parametrize('ask', ['diagnose_fp16','fp16_doctor'])
+@pytest.mark.parametrize('b,says', [(3,'is 3'), (torch.ones(16,8),'is a tensor'), ('train',"is 'train'")], ids=['number','tensor','text'])
+def test_what_is_no_batch(ask, b, says):
+    learn = learner()
+    with pytest.raises(TypeError, match=f'learn.dls.one_batch.*{says}'): getattr(learn, ask)(b)
+    getattr(learn, ask)(learn.dls.one_batch())
+
+@pytest.mark.parametrize('ask', ['diagnose_fp16','fp16_doctor'])
 def test_a_model_that_cannot_be_asked(ask):
     def about(model): return getattr(learner(model), ask)()
     with pytest.raises(ValueError, match='ReLU has no parameters'): about(nn.ReLU)

@@ -1,5 +1,5 @@
 "`half_forward` beside plain autocast, norms beside float64, and what is left behind (nothing)"
-import copy,gc,pickle
+import copy,gc,pickle,re
 from functools import partial
 import pytest,torch
 import torch.nn.functional as F
@@ -354,6 +354,25 @@ def test_keep_fp32_is_fp32():
 def test_keep_fp32_without_match(keep, near):
     with pytest.raises(ValueError) as e: half_forward(deep(), keep_fp32=keep)
     assert 'matches no module' in str(e.value) and near in str(e.value)
+
+@pytest.mark.parametrize('name,cls', [('Linear','nn.Linear'), ('nn.Linear','nn.Linear'), ('LSTM','nn.LSTM'), ('SE','SE')])
+def test_keep_fp32_of_the_name_of_a_class(name, cls):
+    "Of torch's or of the model's, in a list or not"
+    for keep in (name, ['0',name]):
+        with pytest.raises(ValueError) as e: half_forward(deep(), keep_fp32=keep)
+        assert str(e.value)==f'keep_fp32={name!r} matches no module of this Sequential: pass the class {cls}, not its name.'
+
+def test_a_module_may_have_the_name_of_a_class():
+    model = nn.ModuleDict({'Linear': nn.Linear(1,1)})
+    assert find_modules(model, 'Linear')=={'Linear': model['Linear']}
+
+def test_data_parallel_names_the_way_out():
+    model = nn.DataParallel(deep())
+    half_forward(model)
+    model.device_ids = [0,1] # as on a machine with two GPUs
+    with pytest.raises(ValueError) as e: half_forward(model)
+    assert 'over 2 devices' in str(e.value) and 'learn.distrib_ctx()' in str(e.value)
+    assert re.search(r'examples/\w+\.py', str(e.value))[0]=='examples/train_distributed.py'
 
 def test_keep_fp32_of_something_else():
     with pytest.raises(TypeError, match='keep_fp32 takes modules'): half_forward(deep(), keep_fp32=3)
