@@ -1,25 +1,29 @@
 "Build a site of all notebooks, as they stand with their outputs, in _site: to browse and to search, without a network as well"
 import ast,importlib,os,re,shutil,subprocess,sys,tempfile,warnings
-from functools import partial
+from html import escape
 from pathlib import Path
 import yaml
-from fastcore.docments import MarkdownRenderer
 from fastcore.nbio import read_nb
 from nbdev.showdoc import showdoc_nm
 from readme import blocks,code,directives,root
+from signatures import signature
 
 lib,nbs = 'fastai_amp16',root/'nbs'
 library,tutorials = sorted(nbs.glob('[0-9]*.ipynb')),sorted((nbs/'tutorials').glob('*.ipynb'))
+guides = sorted(nbs.glob('[!0-9]*.ipynb'), key=lambda o: (o.stem=='architecture', o.stem))
+guides.remove(nbs/'index.ipynb')
 scripts = [*sorted((root/lib).glob('[!_]*.py')), *sorted((root/'benchmarks').glob('*.py'))]
 
-def _stem(nb): return nb.stem.split('_', 1)[-1]
+def _stem(nb): return re.sub(r'^\d+_', '', nb.stem)
 pages = {
     nbs/'index.ipynb': 'index.md',
-    **{o: f'{_stem(o)}.md' for o in library},
+    **{o: f'{_stem(o)}.md' for o in [*library, *guides]},
     **{o: f'tutorials/{_stem(o)}.md' for o in tutorials},
     **{o: f'source/{o.parent.name}/{o.stem}.md' for o in scripts},
     **{root/o: o for o in ('CHANGELOG.md','CONTRIBUTING.md')},
     root/'benchmarks'/'README.md': 'benchmarks.md'}
+
+def _module(nb): return importlib.import_module(f'{lib}.{_stem(nb)}') if nb in library else None
 
 # %% what is in a module
 def names(text, module):
@@ -30,50 +34,60 @@ def names(text, module):
     named = {n: eval(n, vars(module)) for o in res for n in ([o] if isinstance(o, str) else o)}
     return {n: o for n,o in named.items() if not re.search(r'\.(before|after)_\w+$', n)} # events, which fastai calls
 
-def signature(name, o):
-    "Heading, signature with the comments on its parameters, and docstring"
-    if isinstance(o, partial):
-        args = ', '.join([o.func.__name__, *(f'{k}={v!r}' for k,v in o.keywords.items())])
-        text = f"```python\n{name} = partial({args})\n```\n\n*{o.__doc__}*"
-    elif isinstance(o, dict): text = 'By name: '+', '.join(f'`{k}`' for k in o)
-    elif isinstance(o, tuple): text = ', '.join(f"`{getattr(t, '__name__', t)}`" for t in o)
-    elif isinstance(o, (str,float)): text = f'`{o!r}`'
-    elif isinstance(o, property): text = f'*{o.__doc__}*'
-    else:
-        text = MarkdownRenderer(o)._repr_markdown_().replace(':NoneType=None', '=None').replace('(*args, **kwargs)', '()')
-        if isinstance(o, type): text = text.replace('```python\ndef ', '```python\nclass ', 1)
-    return f'### `{name}` {{ #{name} }}\n\n{text}'
+def _inside(text):
+    "What the private code `text` is, in HTML: its names, and what the longest definition says of itself"
+    tree = ast.parse(text).body
+    defs = [o for o in tree if isinstance(o, (ast.FunctionDef,ast.ClassDef))]
+    set_ = [t.id for o in tree if isinstance(o, ast.Assign) for to in o.targets for t in ast.walk(to) if isinstance(t, ast.Name)]
+    found = list(dict.fromkeys([*(o.name for o in defs), *set_]))
+    said = sorted((o.end_lineno-o.lineno, doc.split('\n')[0].rstrip('.')) for o in defs if (doc := ast.get_docstring(o)))
+    res = ', '.join(f'`{n}`' for n in found[:4])+(f' and {len(found)-4} more' if len(found)>4 else '')
+    return re.sub('`([^`]+)`', r'<code>\1</code>', escape(res+(f': {said[-1][1]}' if said else ''), quote=False))
+
+def folded(title, text):
+    "Markdown behind a line to click on, which the search leaves out"
+    return f'<details class="quote" data-search-exclude="true" markdown="1">\n<summary>{title}</summary>\n\n{text}\n\n</details>'
 
 def exported(cell, module):
     "What the site shows of a cell that went into a module: what it defines, and its code behind a line to click on"
     text = code(cell)
     if all(isinstance(o, (ast.Import,ast.ImportFrom,ast.With)) for o in ast.parse(text).body): return
     found,path = names(text, module),Path(module.__file__)
-    yield from (signature(*o) for o in found.items())
+    yield from (signature(*o, known) for o in found.items())
     line = next(i for i,o in enumerate(path.read_text().splitlines()) if o.endswith(f'#{cell.id}'))+2
-    parts = [f'```python\n{text}\n```', f'[{lib}/{path.name}, line {line}](../{lib}/{path.name}#__codelineno-0-{line})']
-    opened = '' if found or len(text.splitlines())>30 else '+'
-    yield f'???{opened} quote "Source"\n\n'+re.sub(r'^(?=.)', '    ', '\n\n'.join(parts), flags=re.M)
+    link = f'[{lib}/{path.name}, line {line}](../{lib}/{path.name}#__codelineno-0-{line})'
+    yield folded('Source' if found else f'Internal: {_inside(text)}', f'```python\n{text}\n```\n\n{link}')
 
 # %% pages
 def render(nb, site):
     "The Markdown of a notebook; its pictures go into `site`"
     pngs,to = [],Path(pages[nb])
-    module = importlib.import_module(f'{lib}.{_stem(nb)}') if nb in library else None
+    module = _module(nb)
     def picture(png):
         pngs.append(png)
         path = site/'images'/f'{to.stem}-{len(pngs)}.png'
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(png)
         return os.path.relpath(path, (site/to).parent)
-    return '\n\n'.join(blocks(nb, picture, lambda s: linked(s, nb), lambda cell: (linked(o, nb) for o in exported(cell, module)), colored))
+    first,*rest = blocks(nb, picture, lambda s: linked(s, nb), lambda cell: (linked(o, nb) for o in exported(cell, module)), colored)
+    return '\n\n'.join([_with_module(first, module) if module else first, *rest])
+
+def _with_module(opening, module):
+    "The opening of a page, with where its code is after title and subtitle"
+    name,(head,sub,*rest) = module.__name__.split('.')[-1],opening.split('\n\n')
+    return '\n\n'.join([head, sub, f'*Module* <code>{lib}.{name}</code> · [source](source/{lib}/{name}.md)', *rest])
 
 def colored(html):
     "A table of pandas without its own looks, which the site has as well; with the colors that code has given it"
     return re.sub(r'<style scoped>.*?</style>| border="1" class="dataframe"| style="text-align: right;"', '', html, flags=re.S)
 
-known = {} # where the signature of each public name is
+known = {} # public names, and methods of fastai's `Learner` without it: the page of the signature, its anchor, and the object
 images = {} # files that are shown, and where they are on the site
+
+def is_meant(name, here):
+    "Does `name` on the page of `here` mean what has this name? An ordinary word does so only where the module has it"
+    obj,module = known[name][2],_module(here)
+    return not re.fullmatch('[a-z]+', name) or module is not None and vars(module).get(name) is obj
 
 def linked(text, here):
     "Links to notebooks and files as links to their pages; names in backticks as links to signatures, but not in code and headings"
@@ -83,45 +97,92 @@ def linked(text, here):
         if path.suffix=='.png': images[path] = f'images/{path.name}'
         to = pages.get(path) or images.get(path)
         return f"]({os.path.relpath(to, at)}{m[2] or ''})" if to else f']({m[1]})'
-    def name(m): return f'[`{m[1]}`]({os.path.relpath(known[m[1]], at)}#{m[1]})' if m[1] in known else m[0]
+    def name(m):
+        if m[2] not in known or not is_meant(m[2], here): return m[0]
+        page,anchor,_ = known[m[2]]
+        return f'[`{m[1]}`]({os.path.relpath(page, at)}#{anchor})'
+    def module(m): # at the start of a row
+        to = next((to for o,to in pages.items() if o in library and _stem(o)==m[1] or o==root/lib/f'{m[1]}.py' and m[1]=='all'), None)
+        return f'[`{m[1]}`]({to})' if to and here in guides else m[0]
     def files(s): return re.sub(r'\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)', file, s)
-    def names(s): return re.sub(r'`([\w.]+)`', name, s)
-    parts = re.split(r'(^ *```.*?^ *```|^#+ .*?$|\[[^\]]*\]\([^)]*\))', text, flags=re.M|re.S)
+    def names(s): return re.sub(r'`((?:learn\.)?([\w.]+)(?:\([^`]*\))?)`', name, s)
+    text = re.sub(r'(?<=^\| )`(\w+)`(?= \|)', module, text, flags=re.M)
+    parts = re.split(r'(^ *```.*?^ *```|^#+ .*?$|\[[^\]]*\]\([^)]*\)|<summary>.*?</summary>)', text, flags=re.M|re.S)
     return ''.join(files(o) if i%2 else names(o) for i,o in enumerate(parts))
 
+def _know(nb):
+    "Note where the public names of a notebook are"
+    module = _module(nb)
+    found = {n: o for c in read_nb(nb).cells if 'export' in directives(c) for n,o in names(code(c), module).items()}
+    known.update({k: (pages[nb],n,o) for n,o in found.items() for k in (n, re.sub(r'^Learner\.', '', n))})
+
 def title(nb): return re.search(r'^# (.*)', read_nb(nb).cells[0].source)[1]
+
+def is_for_all(nb):
+    "Does `import *` give something of a library notebook?"
+    imports = [o for o in ast.parse((root/lib/'all.py').read_text()).body if isinstance(o, ast.ImportFrom)]
+    return _stem(nb) in {n for o in imports for n in ([o.module] if o.module else [a.name for a in o.names])}
 
 def _nav():
     "What stands in the menu"
     def named(nbs): return [{title(o): pages[o]} for o in nbs]
     def sources(folder): return [{o.name: pages[o]} for o in scripts if o.parent.name==folder]
-    return [{'Overview': 'index.md'}, {'Tutorials': named(tutorials)}, {'Library': named(library)}, {'Benchmarks': 'benchmarks.md'},
-            {'Source': sources(lib)+[{'benchmarks': sources('benchmarks')}]},
-            {'Changelog': 'CHANGELOG.md'}, {'Contributing': 'CONTRIBUTING.md'}]
+    parts = [{'For training': named(filter(is_for_all, library))}, {'Inside': named(o for o in library if not is_for_all(o))}]
+    return [{'Overview': 'index.md'}, {'Tutorials': named(tutorials)}, {'Library': parts}, *named(guides), {'Benchmarks': 'benchmarks.md'},
+            {'Source': [{o: sources(o)} for o in (lib,'benchmarks')]}, {'Changelog': 'CHANGELOG.md'}, {'Contributing': 'CONTRIBUTING.md'}]
 
 def _theme():
     "How it looks, by day and by night"
-    def look(prefers, scheme, other):
-        toggle = dict(icon='material/brightness-6', name=f'To the {other} page')
+    def look(prefers, scheme, icon, other):
+        toggle = dict(icon=f'material/{icon}', name=f'Switch to {other} mode')
         return dict(media=f'(prefers-color-scheme: {prefers})', scheme=scheme, primary='indigo', toggle=toggle)
-    features = 'navigation.tabs navigation.footer navigation.top content.code.copy search.highlight toc.follow'.split()
-    palette = [look('light', 'default', 'dark'), look('dark', 'slate', 'light')]
-    return dict(name='material', font=False, palette=palette, features=features)
+    features = 'navigation.tabs navigation.sections navigation.footer navigation.top content.code.copy search.highlight toc.follow'.split()
+    palette = [look('light', 'default', 'weather-night', 'dark'), look('dark', 'slate', 'weather-sunny', 'light')]
+    return dict(name='material', font=False, palette=palette, features=features, icon=dict(logo='material/scale-balance'))
+
+# %% what a search finds, and what it says of a page
+def described(text):
+    "What the Markdown of a page says first, in plain words: its subtitle, or the first sentence"
+    first = next(o for o in re.split(r'\n\s*\n', text) if o.strip() and not re.match(r'#|<|\||```|!\[', o.strip()))
+    words = ' '.join(re.sub(r'\[([^\]]*)\]\([^)]*\)|[`*]', r'\1', re.sub('^> ?', '', first, flags=re.M)).split())
+    return re.match(r'.+?[.:](?= |$)|.+', words)[0].rstrip(':.')
+
+def of_source(path):
+    "What a Python file is: its docstring, or the subtitle of the notebook that it is made from"
+    doc = ast.get_docstring(ast.parse(path.read_text()))
+    nb = next((o for o in library if _stem(o)==path.stem and path.parent.name==lib), None)
+    return (doc or (described(read_nb(nb).cells[0].source) if nb else f'The code of {path.name}')).split('\n\n')[0]
+
+def weight(path):
+    "How much a word on a page counts in a search, beside one on a page of the library that `import *` gives"
+    if path in tutorials or path in guides or path.stem=='index': return 2.
+    return 1. if path in library and is_for_all(path) else .5
+
+def with_meta(text, path):
+    "The page `text` of the file `path` with its description, and what a search makes of it"
+    is_source = path.suffix=='.py'
+    search = dict(exclude=True) if is_source else dict(boost=weight(path))
+    meta = dict(description=of_source(path) if is_source else described(text), search=search)
+    return f'---\n{yaml.safe_dump(meta, allow_unicode=True, sort_keys=False)}---\n\n{text}'
+
+def boxed(html):
+    "Each table in a box that it can be scrolled in, so that no page is wider than a phone; but not the table that holds a Python file"
+    return re.sub(r'<table(?! class="highlighttable").*?</table>', r'<div class="scroll">\g<0></div>', html, flags=re.S)
 
 def config(out):
     "The settings of MkDocs, which writes to `out`"
-    extensions = ['attr_list', 'tables', 'admonition', 'pymdownx.details', 'pymdownx.superfences', 'pymdownx.magiclink',
+    extensions = ['attr_list', 'tables', 'admonition', 'md_in_html', 'pymdownx.superfences', 'pymdownx.magiclink',
                   {'pymdownx.highlight': dict(anchor_linenums=True)}, {'toc': dict(permalink=True, toc_depth=3)}]
     checks = 'omitted_files','absolute_links','unrecognized_links','anchors'
     return dict(
         site_name=lib, site_dir=str(out), docs_dir='docs', theme=_theme(), nav=_nav(), markdown_extensions=extensions,
-        plugins=[{'search': dict(separator=r'[\s\-,:=\[\]()"`/.]+')}, 'offline'],
+        plugins=[{'search': dict(separator=r'[\s\-,:=\[\]()"`/.]+', fields=dict(title=dict(boost=10.)))}, 'offline'],
         extra_css=['site.css'], extra=dict(polyfills=['iframe-worker.js'], generator=False),
         validation=dict.fromkeys(checks, 'warn'))
 
 def _source(path):
     "The page of a Python file"
-    return f'---\nsearch:\n  exclude: true\n---\n\n# {path.relative_to(root)}\n\n```python linenums="1"\n{path.read_text()}\n```'
+    return f'# {path.relative_to(root)}\n\n```python linenums="1"\n{path.read_text()}\n```'
 
 def _mkdocs(folder, out):
     "Let MkDocs make pages in `out` of the Markdown in `folder`; its successor is no concern of who reads this"
@@ -135,9 +196,7 @@ def build(out):
         warnings.simplefilter('ignore')
         site = Path(d)/'docs'
         shutil.copytree(root/'tools'/'site', site)
-        for nb in library: # names first: any page may link to them
-            module = importlib.import_module(f'{lib}.{_stem(nb)}')
-            known.update({n: pages[nb] for c in read_nb(nb).cells if 'export' in directives(c) for n in names(code(c), module)})
+        for nb in library: _know(nb) # first: any page may link to them
         for path,to in pages.items():
             (site/to).parent.mkdir(exist_ok=True, parents=True)
             if path.suffix=='.ipynb': text = render(path, site)
@@ -145,10 +204,11 @@ def build(out):
             else:
                 text = linked(path.read_text(), path)
                 for o in re.findall(r'\]\((\w+\.json)\)', text): shutil.copy(path.parent/o, (site/to).parent)
-            (site/to).write_text(text)
+            (site/to).write_text(with_meta(text, path))
         for path,to in images.items(): shutil.copy(path, site/to)
         _mkdocs(Path(d), out)
     (out/'404.html').unlink() # for servers only
+    for o in out.rglob('*.html'): o.write_text(boxed(o.read_text()))
 
 if __name__=='__main__':
     build(root/'_site')
