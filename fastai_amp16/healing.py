@@ -105,7 +105,8 @@ def examine(self:Healing,
     making.failed = bool(failures)
     for o in failures:
         self.say_once(f"A batch went wrong in {self.amp_mode.value}, and its diagnosis failed: {o}. "
-                      f"{'The batch runs in fp32 instead' if can and self.on_spiral=='heal' else 'Its step is skipped'}.")
+                      f"{'The batch runs in fp32 instead' if can and self.on_spiral=='heal' else 'Its step is skipped'}. "
+                      "To train without half precision: learn.to_fp32().")
     def tells(r): return r.verdict!='healthy' and (self.training or not r.fp32_fails)
     reports = merged([o.report if o.report and tells(o.report) else None for o in found])
     if raised and reports and not self.repeats(f): reports,healed = [],False

@@ -75,7 +75,7 @@ class _Call:
         self.group = next((_group(named[k]) for k in _group_names if k in named), None)
 
     def refuse(self):
-        raise RuntimeError(f"This batch is running again on one process alone, and {self.name} asks for what only another process knows.")
+        raise RuntimeError(f"This batch is running again on one process alone, and {self.name} needs data that only another process has.")
     def is_root(self): return self.root==self.group.rank()
     def put(self, out, t):
         "Write the numbers of `t` to `out`, whose shape may differ"

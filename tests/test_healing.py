@@ -317,7 +317,8 @@ def test_a_batch_that_raises_in_fp32_only_is_skipped_as_told():
     mp = learn.mixed_precision
     assert mp.history.skipped.tolist()==[i==2 for i in range(8)] and mp.promoted==[]
     why = "in fp32 the batch raises ValueError (not in fp32)"
-    assert msgs==[f"A batch went wrong in fp16, and its diagnosis failed: {why}. Its step is skipped."]
+    assert msgs==[f"A batch went wrong in fp16, and its diagnosis failed: {why}. Its step is skipped. "
+                  "To train without half precision: learn.to_fp32()."]
 
 @pytest.mark.parametrize('name', ['_table','heal','faults','_said'])
 def test_a_diagnosis_that_fails_does_not_lose_the_batch_and_says_why(name, monkeypatch):
@@ -327,7 +328,7 @@ def test_a_diagnosis_that_fails_does_not_lose_the_batch_and_says_why(name, monke
     learn,msgs = said(make)
     assert all_taken(learn) and len(learn.mixed_precision.history)==8 and learn.mixed_precision.reports==[]
     assert msgs==["A batch went wrong in fp16, and its diagnosis failed: it raises IndexError (tuple index out of range). "
-                  "The batch runs in fp32 instead."]
+                  "The batch runs in fp32 instead. To train without half precision: learn.to_fp32()."]
     torch.testing.assert_close(weights(learn), weights(fit(make().to_fp32())), rtol=1e-4, atol=1e-5) # all steps are fp32's
     clean(learn)
 

@@ -228,7 +228,7 @@ def test_what_gloo_does_not_have(four):
         assert summed(torch.tensor([True,False])).tolist()==[True,False]
         assert summed(torch.tensor([3,5]), dist.ReduceOp.BXOR).tolist()==[0,0]
         assert summed(torch.ones(2,2,dtype=torch.float64).to_sparse()).to_dense().tolist()==[[4,4],[4,4]]
-        with pytest.raises(RuntimeError, match='only another process knows'): summed(t, dist._make_nccl_premul_sum(2.))
+        with pytest.raises(RuntimeError, match='only another process has'): summed(t, dist._make_nccl_premul_sum(2.))
 
 def test_the_first_are_answered_and_the_others_go_through(four):
     def run():
@@ -243,7 +243,7 @@ def test_the_first_are_answered_and_the_others_go_through(four):
 # What a rank cannot know
 
 def refused(f, *args, **kwargs):
-    with pytest.raises(RuntimeError, match='running again on one process alone, and .* asks for what only another process knows'):
+    with pytest.raises(RuntimeError, match='running again on one process alone, and .* needs data that only another process has'):
         f(*args, **kwargs)
 
 def _refuses(rank, alone):
