@@ -1,6 +1,6 @@
-"""bf16 on a CPU: `to_bf16_dynamic` and plain autocast, each next to its fp32, for a transformer and an MLP of useful size
+"""Speed of bf16 on a CPU: `to_bf16_dynamic` and plain autocast, each compared with fp32, for a transformer and an MLP
 
-`ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI` shows what a CPU without the instructions would do."""
+Set `ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI` to simulate a CPU without instructions for bf16."""
 import argparse,json,os,warnings
 from copy import deepcopy
 from functools import partial
@@ -48,18 +48,19 @@ def line(r):
     "A row of the table"
     times = ['{1:.0f} ({0:.0f} to {2:.0f})'.format(*r['ms'][k]) for k in contenders]
     cells = [f"{r['model']}, {r['parameters']/1e6:.0f}M parameters", '×'.join(map(str, r['batch'])), *times]
-    return '| '+' | '.join([*cells, *(f'{r[k][1]:.2f} times' for k in ('ours','by_hand'))])+' |'
+    return '| '+' | '.join([*cells, *(f'{r[k][1]:.2f}×' for k in ('ours','by_hand'))])+' |'
 
 def table(res):
-    "Markdown"
-    head = ['model', 'batch', *(f'{k}, ms' for k in contenders), 'bf16 is faster than fp32, ours', 'by hand']
+    "A Markdown table"
+    shown = 'fastai in fp32','`to_bf16_dynamic`','PyTorch loop in fp32','PyTorch loop with autocast'
+    head = ['model', 'batch', *(f'{k}, ms' for k in shown), 'speedup, `to_bf16_dynamic`', 'speedup, autocast']
     return '\n'.join(['| '+' | '.join(head)+' |', '| --- | --- |'+' --: |'*(2+len(contenders)), *map(line, res['rows'])])
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     sizes = dict(width=512, depth=6, seq=64, mlp_width=2048, mlp_depth=6, bs=16, mlp_bs=256, steps=4, rounds=11)
     for k,default in sizes.items(): p.add_argument('--'+k, type=int, default=default)
-    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results')
     a = p.parse_args(args)
     rows = [measure('transformer', *transformer(a.width, a.depth, a.seq), a.bs, a.steps, a.rounds),
             measure('MLP', *mlp(a.mlp_width, a.mlp_depth), a.mlp_bs, a.steps, a.rounds)]

@@ -1,4 +1,4 @@
-"fastai's own notebooks: their test cells as they are, and with each of their learners in half precision"
+"The test cells of fastai's own notebooks, unchanged and with every learner in half precision"
 import argparse,ast,functools,importlib,json,math,os,re,subprocess,sys,tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -6,8 +6,8 @@ from pathlib import Path
 import fastai
 
 modes = ('plain','to_fp16','to_fp16_dynamic','to_bf16_dynamic')
-builds = re.compile(r'\bLearner\(|synth_learner\(|_learner\(') # a notebook is about learners where its test cells have this
-# fastai imports timm where it is installed
+builds = re.compile(r'\bLearner\(|synth_learner\(|_learner\(') # a notebook is about learners if a test cell matches this
+# fastai imports timm if it is installed
 needs = {'a download': r'URLError|HTTPError|ConnectionError|ConnectTimeout|gaierror|Max retries exceeded|getaddrinfo|resolve',
          'a GPU': r'CUDA|NVIDIA|assert.*cuda', 'a package': r"No module named|name 'timm' is not defined"}
 
@@ -15,9 +15,9 @@ needs = {'a download': r'URLError|HTTPError|ConnectionError|ConnectTimeout|gaier
 def _directives(source): return set(re.findall(r'^#\s*\|\s*([\w-]+)', source, re.M))
 
 def read(
-    path # Of a notebook
-): # Name of the module that it defines, or `None`, and its code cells as pairs: the source, and whether the module has it
-    "What of a notebook is to be run"
+    path # Path of a notebook
+): # The name of the module it defines, or `None`, and its code cells as pairs: source, and whether it is exported to the module
+    "Reads the code cells of a notebook that can run"
     cells = [(o['cell_type'], ''.join(o['source'])) for o in json.loads(Path(path).read_text())['cells']]
     code = [s for kind,s in cells if kind=='code' and s.strip() and not re.search(r'^#\s*\|\s*eval:\s*false', s, re.M)]
     module = next((m[1] for s in code if (m := re.search(r'^#\s*\|\s*default_exp\s+([\w.]+)', s, re.M))), None)
@@ -25,7 +25,7 @@ def read(
     return module,[(s,bool(_directives(s)&{'export','exporti','exports','default_exp'})) for s in code]
 
 def is_test(source, exported):
-    "Is a cell more than a part of the module, or of the notebook's own making?"
+    "Whether a cell is a test: neither exported to the module nor part of building the notebook"
     return not exported and 'nbdev_export' not in source
 
 def tests(path):
@@ -33,17 +33,17 @@ def tests(path):
     return [s for s,exported in read(path)[1] if is_test(s, exported)]
 
 def notebooks(
-    checkout, # Folder of fastai's repository
-    only=() # Parts of names; none: all
+    checkout, # A checkout of fastai's repository
+    only=() # Parts of names, or empty for all notebooks
 ) -> list:
     "The notebooks that build learners"
     paths = sorted(Path(checkout, 'nbs').glob('[!_]*.ipynb'))
     return [p for p in paths if any(map(builds.search, tests(p))) and (not only or any(o in p.stem for o in only))]
 
-# %% one notebook in one mode, in a process of its own
+# %% one notebook in one mode, in its own process
 def _convert(mode):
-    "Each learner that is made, and has something to train, goes to half precision"
-    import fastai.callback.fp16 # noqa: F401 (it gives `Learner` its methods, as the next one does)
+    "Puts every new learner that has parameters into half precision"
+    import fastai.callback.fp16 # noqa: F401 (it adds methods to `Learner`, as does the next import)
     from fastai.learner import Learner
     if mode.endswith('dynamic'): import fastai_amp16.all # noqa: F401
     init = Learner.__init__
@@ -54,7 +54,7 @@ def _convert(mode):
     Learner.__init__ = __init__
 
 def _defines(source):
-    "The names that a cell gives something to"
+    "The names that a cell defines"
     try: nodes = list(ast.walk(ast.parse(re.sub(r'^\s*[%!].*$', 'pass', source, flags=re.M))))
     except SyntaxError: return set()
     return {o.id for o in nodes if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)}|{
@@ -62,22 +62,22 @@ def _defines(source):
         (o.asname or o.name).split('.')[0] for o in nodes if isinstance(o, ast.alias)}
 
 def _only(source, *kinds):
-    "The statements of a cell that are of these kinds"
+    "The statements of a cell that are of the given kinds"
     return '\n'.join(ast.unparse(o) for o in ast.parse(source).body if isinstance(o, kinds))
 
 def run_cells(
-    path, # Of the notebook
+    path, # Path of the notebook
     mode:str, # One of `modes`
-    out # Where each test cell adds a line of JSON: its number, its `error`, and the cell before it that this follows from
+    out # File to which each test cell adds a line of JSON: its `error`, and the earlier cell that caused it
 ):
-    "Run the test cells of a notebook, each from the same random state, whatever failed before. What is exported comes from the module"
+    "Run all test cells of a notebook, each from the same random state, even after failures. Exported code comes from the module"
     from IPython.core.interactiveshell import InteractiveShell
     from fastai.torch_core import defaults,set_seed # and not from `basics`, which imports more
     os.chdir(Path(path).parent)
     shell,missing,(module,cells) = InteractiveShell.instance(),{},read(path)
     for source,exported in cells:
         if exported: shell.run_cell(_only(source, ast.Import, ast.ImportFrom))
-    callbacks = list(getattr(defaults, 'callbacks', [])) # more come where the notebook adds them, whatever else has been imported
+    callbacks = list(getattr(defaults, 'callbacks', [])) # only the notebook may add more, not our other imports
     if module: shell.user_ns.update({k:v for k,v in vars(importlib.import_module(f'fastai.{module}')).items() if not k.startswith('__')})
     if mode!='plain': _convert(mode)
     if mode=='to_fp16': from fastais import fastais
@@ -97,11 +97,11 @@ def run_cells(
             print(json.dumps(dict(error=error, follows=missing.get(getattr(e, 'name', None)))), file=f, flush=True)
 
 def outcomes(
-    path, # Of the notebook
+    path, # Path of the notebook
     mode:str, # One of `modes`
-    limit:float # Seconds until it is ended
+    limit:float # Timeout in seconds
 ) -> list: # A dict for each test cell
-    "Run a notebook in a process of its own"
+    "Run a notebook in its own process"
     env = {**os.environ, 'MPLBACKEND': 'agg', 'OMP_NUM_THREADS': '1'}
     with tempfile.TemporaryDirectory() as d:
         out = Path(d)/'out'
@@ -113,17 +113,17 @@ def outcomes(
 
 # %% all notebooks
 def lacks(
-    cells:list, # Of a notebook, as it is
-    i:int # Which of them
+    cells:list, # The outcomes of an unchanged notebook
+    i:int # The index of a cell
 ): # A key of `needs`, or `None`
-    "What the machine does not have that a cell needs, itself or by what it follows from"
+    "What the cell, or the cell that made it fail, needs and the machine does not have"
     c = cells[i]
     if c['error'] is None: return None
     if c['follows'] is not None: return lacks(cells, c['follows'])
     return next((k for k,v in needs.items() if re.search(v, c['error'])), None)
 
 def row(path, limit):
-    "All modes of a notebook"
+    "The results of a notebook in all modes"
     runs = {mode: outcomes(path, mode, limit) for mode in modes}
     plain = runs['plain']
     able = [i for i,c in enumerate(plain) if c['error'] is None]
@@ -135,31 +135,31 @@ def row(path, limit):
 
 # %% the result
 def reason(
-    d:dict # Of a cell that differs
-) -> str: # To follow "one cell …"
-    "Why it does, as far as its source and its error tell"
-    if d['follows'] is not None: return 'follows from another'
-    if re.search(r'len\(\w+\.cbs\)', d['source']): return 'counts the callbacks, and there is one more'
+    d:dict # A cell that passes unchanged and fails in half precision
+) -> str: # A phrase to follow "the cell …"
+    "Why it fails, as far as its source and error tell"
+    if d['follows'] is not None: return 'follows from another cell that fails'
+    if re.search(r'len\(\w+\.cbs\)', d['source']): return 'counts callbacks, and mixed precision adds one'
     if 'HookCallback' in d['source'] and '.stored' in d['source']:
-        return 'asks a hook for a gradient in the middle of the backward pass, where the loss scale is still in it'
+        return 'reads a gradient from a hook during the backward pass, where it is still multiplied by the loss scale'
     numbers = [*map(float, re.findall(r'-?\d+\.\d*(?:e[+-]?\d+)?', d['error']))]
     n = len(numbers)//2
     near = n and all(math.isclose(a, b, rel_tol=0.01, abs_tol=1e-3) for a,b in zip(numbers[:n], numbers[n:]))
-    return "compares numbers to fp32's precision" if near else f"raises `{d['error'].splitlines()[0][:100]}`"
+    return "compares numbers more closely than half precision allows" if near else f"raises `{d['error'].splitlines()[0][:100]}`"
 
 def table(res):
-    "Markdown"
+    "A Markdown table"
     rows = [r for r in res['rows'] if r['passed']['plain']]
     def line(name, rows):
         numbers = [len(rows) and sum(r['cells'] for r in rows), *(sum(r['lacks'][k] for r in rows) for k in needs),
                    *(sum(r['passed'][m] for r in rows) for m in modes)]
         return f"| {name} | {' | '.join(map(str, numbers))} |"
-    head = ['notebook', 'test cells', *(f'need {k}' for k in needs), 'pass as they are', *(f'with `{m}`' for m in modes[1:])]
-    body = [*(line(r['notebook'], [r]) for r in rows), line('all', rows)]
+    head = ['notebook', 'test cells', *(f'need {k}' for k in needs), 'pass unchanged', *(f'pass with `{m}`' for m in modes[1:])]
+    body = [*(line(r['notebook'], [r]) for r in rows), line('**all**', rows)]
     return '\n'.join([f"| {' | '.join(head)} |", '| --- |'+' --: |'*(len(head)-1), *body])
 
 def differing(res):
-    "Markdown: the cells that pass as they are and not with ours, by reason"
+    "Markdown: the cells that pass unchanged and fail with this package, by reason"
     found = {}
     for r in res['rows']:
         for d in r['differs']:
@@ -167,15 +167,15 @@ def differing(res):
             found.setdefault(reason(d), {}).setdefault((r['notebook'],d['cell']), []).append(f"`{d['mode']}`")
     def line(why, cells):
         books,how = ', '.join(dict.fromkeys(book for book,_ in cells)),' and '.join(dict.fromkeys(m for ms in cells.values() for m in ms))
-        return f"- {len(cells)} of {books}, with {how}: the cell {why}."
+        return f"- {len(cells)} {'cells' if len(cells)>1 else 'cell'} in {books}, with {how}: {'each' if len(cells)>1 else 'it'} {why}."
     return '\n'.join(line(*o) for o in found.items())
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument('--fastai', required=True, help="a checkout of fastai's repository")
     p.add_argument('--only', nargs='*', default=[], help='parts of the names of notebooks')
-    p.add_argument('--limit', type=float, default=600, help='seconds for a notebook in one mode')
-    p.add_argument('--out', default=Path(__file__).with_suffix('.json'), help='where the result goes')
+    p.add_argument('--limit', type=float, default=600, help='timeout in seconds for a notebook in one mode')
+    p.add_argument('--out', default=Path(__file__).with_suffix('.json'), help='file for the results')
     a = p.parse_args(args)
     from machine import machine
     checkout = re.search(r'__version__\s*=\s*"(.+)"', Path(a.fastai, 'fastai', '__init__.py').read_text())[1]

@@ -1,4 +1,4 @@
-"What a compiled step costs: ours beside a loop written by hand and fastai's `to_fp16`, with models compiled by inductor and without"
+"The time of a step with `torch.compile` and without: this package, fastai's `to_fp16`, and a hand-written PyTorch loop"
 import argparse,json
 from copy import deepcopy
 from functools import partial
@@ -6,16 +6,16 @@ from pathlib import Path
 import torch
 from fastai.basics import default_device,set_seed
 from machine import machine
-from step_cost import data,fit,models,ours,wrapper
+from step_cost import data,fit,models,ours,shown,wrapper
 from timing import by_hand,interleaved,quartiles,ratio
 
 def compiled(contender, backend):
-    "`contender`, given the model after `torch.compile`"
+    "`contender`, with a model that went through `torch.compile`"
     return lambda model,batches: contender(torch.compile(model, backend=backend), batches)
 
 hand,fastais,own = 'PyTorch by hand','fastai `to_fp16`, `OptimWrapper(AdamW, fused=True)`, `GradientClip`','ours'
 stacks = {hand: by_hand, fastais: partial(fit, wrapper), own: partial(fit, ours)}
-sizes = {'as an xresnet50': 96, '26-block MLP': 128, 'ViT of 6 layers': 64} # wide enough for the arithmetic to count
+sizes = {'as an xresnet50': 96, '26-block MLP': 128, 'ViT of 6 layers': 64} # wide enough for the arithmetic to matter
 
 def measure(name, a):
     "A row for each contender, compiled and not"
@@ -30,20 +30,21 @@ def measure(name, a):
     return [row(*k, t) for k,t in times.items()]
 
 def table(res):
-    "Markdown"
-    head = ['model', 'contender', 'compiled', 'ms a step (quartiles)', 'of the loop by hand', 'of the same uncompiled']
+    "A Markdown table"
+    head = ['model', 'training loop', 'compiled', 'ms per step (quartiles)', 'relative to PyTorch loop', 'relative to uncompiled']
     lines = ['| '+' | '.join(head)+' |', '| --- | --- | --- |'+' --: |'*3]
     for r in res['rows']:
         ms,ratios = '{1:.1f} ({0:.1f} to {2:.1f})'.format(*r['ms']),[f'{r[k][1]:.3f}' for k in ('over_hand','over_uncompiled')]
-        lines.append('| '+' | '.join([r['model'], r['contender'], 'yes' if r['compiled'] else 'no', ms, *ratios])+' |')
+        lines.append('| '+' | '.join([shown(r['model']), shown(r['contender']), 'yes' if r['compiled'] else 'no', ms, *ratios])+' |')
     return '\n'.join(lines)
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name,default in dict(bs=32, steps=10, rounds=21).items(): p.add_argument('--'+name, type=int, default=default)
-    p.add_argument('--models', nargs='+', choices=models, default=[*models])
-    p.add_argument('--backend', default='inductor', help='of `torch.compile`')
-    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    for name,default,what in (('bs',32,'batch size'), ('steps',10,'steps per round'), ('rounds',21,'rounds')):
+        p.add_argument('--'+name, type=int, default=default, help=what)
+    p.add_argument('--models', nargs='+', choices=models, default=[*models], help='which models')
+    p.add_argument('--backend', default='inductor', help='backend of `torch.compile`')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results')
     a = p.parse_args(args)
     torch.set_num_threads(1)
     rows = [r for name in a.models for r in measure(name, a)]

@@ -1,4 +1,4 @@
-"Where trainings end in fp16 and in bf16, next to where they end in fp32, over the same seeds"
+"Do trainings in fp16 and bf16 end where fp32 ends? A comparison over the same seeds"
 import argparse,json,math,warnings,zlib
 from pathlib import Path
 import fastai,torch
@@ -12,7 +12,7 @@ from machine import machine
 contenders = ('to_fp32','to_fp16','to_fp16_dynamic','to_bf16_dynamic')
 
 class Watch(Callback):
-    "Counts skipped steps, and takes a checksum of the first weights and all batches"
+    "Counts skipped steps, and computes a checksum of the first weights and of all batches"
     order,skipped,checksum = -5,0,0
     def _add(self, tensors):
         for o in tensors: self.checksum = zlib.crc32(o.detach().cpu().numpy().tobytes(), self.checksum)
@@ -21,7 +21,7 @@ class Watch(Callback):
     def after_cancel_step(self): self.skipped += 1
 
 def run(name, to, seed):
-    "The last figure of a training, `None` where there is none, and what else is to be known of it"
+    "Trains and returns the final metric (`None` if there is none or it is not finite), counts and errors"
     t,watch,figure,error = trainings[name],Watch(),math.nan,None
     learn = t.make(seed).add_cb(watch)
     try:
@@ -43,30 +43,42 @@ def figures(row): return torch.tensor([math.nan if o is None else o for o in row
 def trouble(row): return next((o.split(':')[0] for o in row['errors'] if o), 'not finite')
 
 def difference(row, base):
-    "The mean of the paired differences, its standard error, and whether it can be told from 0 (by chance, one of 20 that are 0 can)"
+    "The mean of the paired differences, its standard error, and whether it is significant at 5% (by chance, 1 in 20 is)"
     d = figures(row)-figures(base)
     mean,error = d.mean().item(),d.std().item()/len(d)**0.5
     return mean,error,bool(abs(mean)>student.ppf(0.975, len(d)-1)*error)
 
 def cell(row, base):
-    "Mean ± standard deviation (difference to fp32 ± standard error), bold where it can be told from 0"
+    "Mean ± standard deviation (difference from fp32 ± standard error), bold if significant"
     f,(mean,error,told) = figures(row),difference(row, base)
     if f.isnan().any(): return f'{trouble(row)} ({int(f.isnan().sum())} of {len(f)})'
     return f'{f.mean():.3f} ± {f.std():.3f}'+(row is not base)*f' ({"**"*told}{mean:+.4f}{"**"*told} ± {error:.4f})'
 
+def ends(row, base):
+    "Whether all seeds end with a finite metric, not significantly different from fp32"
+    return not figures(row).isnan().any().item() and not difference(row, base)[2]
+
+def claim(res):
+    "How many trainings end where fp32 ends, in a sentence"
+    by = {r['training']: {} for r in res['rows']}
+    for r in res['rows']: by[r['training']][r['contender']] = r
+    n = {to: sum(ends(o[to], o['to_fp32']) for o in by.values()) for to in contenders}
+    return (f"`to_fp16_dynamic` ends without a significant difference from fp32 in {n['to_fp16_dynamic']} of {len(by)} trainings, "
+            f"`to_bf16_dynamic` in {n['to_bf16_dynamic']}, and fastai's `to_fp16` in {n['to_fp16']}")
+
 def table(res):
-    "Markdown"
+    "A Markdown table"
     names = list(dict.fromkeys(r['training'] for r in res['rows']))
     def line(some): return f"| {some[0]['training']} | {some[0]['metric']} | {' | '.join(cell(r, some[0]) for r in some)} |"
     rows = [line([r for r in res['rows'] if r['training']==name]) for name in names]
-    return '\n'.join([f"| training | metric | {' | '.join(contenders)} |", '|'+' --- |'*(2+len(contenders)), *rows])
+    return '\n'.join([f"| training | metric | {' | '.join(f'`{o}`' for o in contenders)} |", '|'+' --- |'*(2+len(contenders)), *rows])
 
 def chart(res):
-    "A dot for each seed; the bar in grey reaches as far as fp32's standard deviation to either side"
+    "A dot for each seed; the gray bar spans one standard deviation of fp32 to either side"
     trained = {r['training']: [o for o in res['rows'] if o['training']==r['training']] for r in res['rows']}
     ax = (fig := Figure(figsize=(9, 2+0.5*len(trained)), layout='constrained')).subplots()
     for i,(base,*rest) in enumerate(trained.values()):
-        std,label = figures(base).std().item(),None if i else 'to_fp32, standard deviation'
+        std,label = figures(base).std().item(),None if i else 'standard deviation of to_fp32'
         ax.barh(i, 2*std, left=-std, height=0.85, color='0.88', label=label)
         for j,row in enumerate(rest):
             d,y,color = figures(row)-figures(base),i+0.25*(j-1),f'C{j}'
@@ -76,14 +88,14 @@ def chart(res):
     ax.set_xscale('symlog', linthresh=0.02)
     ax.set_xticks(ticks := [-1,-0.1,-0.02,-0.01,0,0.01,0.02,0.1], [f'{o:+g}' if o else '0' for o in ticks])
     ax.set_yticks(range(len(trained)), [f"{name}\n({rows[0]['metric']})" for name,rows in trained.items()])
-    ax.set(xlabel='difference to fp32 (linear within ±0.02, logarithmic beyond)', xlim=(-1.2,0.2), ylim=(len(trained)-0.5,-0.5))
-    fig.suptitle(f"Where trainings end, next to fp32 with the same seed; {len(res['rows'][0]['figures'])} seeds")
+    ax.set(xlabel='difference from fp32 (linear within ±0.02, logarithmic beyond)', xlim=(-1.2,0.2), ylim=(len(trained)-0.5,-0.5))
+    fig.suptitle(f"Final metrics, compared with fp32 and the same seed ({len(res['rows'][0]['figures'])} seeds)")
     fig.legend(loc='outside lower center', ncols=4)
     return fig
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument('--seeds', type=int, default=5, help='how many, at least two')
+    p.add_argument('--seeds', type=int, default=5, help='number of seeds, at least two')
     p.add_argument('--only', nargs='+', choices=trainings, default=list(trainings), metavar='NAME', help='which trainings')
     p.add_argument('--out', type=Path, default=Path(__file__).parent, help='folder for convergence.json and convergence.png')
     a = p.parse_args(argv)

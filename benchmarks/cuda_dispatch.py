@@ -1,4 +1,4 @@
-"The kernels that a forward pass launches on a GPU, and the casts among them, counted on fake CUDA tensors: no GPU is needed"
+"Counts the kernels that a forward pass launches on a GPU, and the casts among them, with fake CUDA tensors and without a GPU"
 import argparse,json,math,warnings
 from contextlib import contextmanager,nullcontext
 from pathlib import Path
@@ -18,7 +18,7 @@ with warnings.catch_warnings():
 
 # %% models
 class Block(nn.Module):
-    "Of a GPT: causal attention and two layers, each after a layer norm"
+    "A block of a GPT: causal attention and an MLP, each after a layer norm"
     def __init__(self, d, n_heads):
         super().__init__()
         self.n_heads,self.norm1,self.norm2 = n_heads,nn.LayerNorm(d),nn.LayerNorm(d)
@@ -29,7 +29,7 @@ class Block(nn.Module):
         return x+self.down(F.gelu(self.up(self.norm2(x))))
 
 class GPT(nn.Module):
-    "Of GPT-2's size"
+    "A model of the size of GPT-2"
     def __init__(self, vocab=50257, length=1024, d=768, depth=12):
         super().__init__()
         self.token,self.at = nn.Embedding(vocab, d),nn.Embedding(length, d)
@@ -48,7 +48,7 @@ class RMSBlock(nn.Module):
 def rms_mlp(d=512, depth=8): return nn.Sequential(nn.Linear(64, d), *[RMSBlock(d) for _ in range(depth)], nn.RMSNorm(d), nn.Linear(d, 10))
 
 def unet():
-    "fastai's; its change of tensor type, which launches nothing, is one that fake tensors do not allow"
+    "fastai's U-Net, without its changes of tensor type, which launch no kernel and which fake tensors do not support"
     model = create_unet_model(tv.resnet34, 2, (224,224), pretrained=False)
     for m in model.modules(): m._modules.update({n: nn.Identity() for n,c in m._modules.items() if isinstance(c, ToTensorBase)})
     return model
@@ -62,7 +62,7 @@ models = {
 
 # %% counting
 not_here = 'PyTorch is built without CUDA' if not torch.backends.cuda.is_built() else \
-    "before 2.10, torch aborts where autograd meets fake CUDA tensors" if torch.__version__<(2,10) else None
+    "before version 2.10, PyTorch aborts if autograd meets fake CUDA tensors" if torch.__version__<(2,10) else None
 
 @contextmanager
 def fake_cuda(
@@ -75,7 +75,7 @@ def fake_cuda(
         return nn.Parameter(new, t.requires_grad) if isinstance(t, nn.Parameter) else new
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings(), \
          patch('torch.cuda.amp.common.amp_definitely_not_available', lambda: False), patch('torch.cuda.is_bf16_supported', lambda: True), \
-         patch.object(nn.Module, 'to', lambda self, *_, **__: self): # they are there
+         patch.object(nn.Module, 'to', lambda self, *_, **__: self): # they are on the device already
         warnings.filterwarnings('ignore', 'Accessing the data pointer of FakeTensor')
         fakes = {} # tied weights stay tied
         for d in (d for model in models for m in model.modules() for d in (m._parameters,m._buffers)):
@@ -85,12 +85,12 @@ def fake_cuda(
 def tensors(o): return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
 
 def _launches(args):
-    "Of a multi-tensor operation: 64 tensors and 320 blocks of 65536 elements at most go into one"
+    "Launches of a multi-tensor operation: each takes at most 64 tensors and 320 blocks of 65536 elements"
     ts = args[0]
     return max(math.ceil(len(ts)/64), math.ceil(sum(math.ceil(t.numel()/65536) for t in ts)/320))
 
 class Kernels(TorchDispatchMode):
-    "Notes each operation that launches a kernel: what it is, its tensors, and its results. Views and allocations launch none"
+    "Records each operation that launches a kernel, with its arguments and results. Views and allocations launch none"
     def __init__(self):
         super().__init__()
         self.ops = []
@@ -101,7 +101,7 @@ class Kernels(TorchDispatchMode):
         if not silent: self.ops.append((f,args,kwargs or {},res))
         return res
     def attention(self, q, k, v, *args, f=F.scaled_dot_product_attention, **kwargs):
-        "One kernel: without a GPU torch would take it apart"
+        "Counts as one kernel; without a GPU, PyTorch would decompose it"
         n = len(self.ops)
         res = f(q, k, v, *args, **kwargs)
         assert res.dtype==q.dtype==k.dtype==v.dtype # autocast casts nothing
@@ -125,7 +125,7 @@ class Kernels(TorchDispatchMode):
 
 class _Forward(Callback):
     "Counts from the start of a batch to its prediction, and ends the fit before the backward pass"
-    order = MixedPrecision.order-1 # what it does to the prediction is no part of the forward pass
+    order = MixedPrecision.order-1 # its cast of the prediction is not part of the forward pass
     def before_batch(self):
         self.kernels = Kernels()
         self.kernels.__enter__()
@@ -133,16 +133,16 @@ class _Forward(Callback):
     def before_backward(self): raise CancelFitException()
 
 def by_fastai(model, x):
-    "A batch of fastai's `to_fp16`"
+    "A batch with fastai's `to_fp16`"
     learn = Learner(DataLoaders([(x,x)], []), model, lambda pred,y: pred.sum(), cbs=[counts:=_Forward(),MixedPrecision()])
     learn.remove_cb(Recorder) # it would read the loss
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
     return counts.kernels
 
 def within(
-    context # Of the model; a context manager to run the model in
-): # A function of model and input: a `Kernels`
-    "A forward pass in that context"
+    context # Takes the model; returns a context manager to run it in
+): # A function of model and input that returns a `Kernels`
+    "A forward pass in a context"
     def f(model, x):
         with Kernels() as res, context(model): model(x)
         return res
@@ -159,8 +159,16 @@ def measure(name):
         x = inputs().cuda()
         return dict(model=name, **{k: f(model, x).count() for k,f in contenders.items()})
 
+def claim(rows):
+    "How many more kernels a forward pass launches than in fp32, in a sentence"
+    def more(k):
+        ratios = [r[k][0]/r['fp32'][0]-1 for r in rows]
+        return f'{min(ratios):.0%} to {max(ratios):.0%}'
+    ours,theirs = more('`to_fp16_dynamic`'),more('autocast')
+    return f"A forward pass launches {ours} more kernels with `to_fp16_dynamic` than in fp32; with autocast, it is {theirs} more"
+
 def table(res):
-    "Markdown"
+    "A Markdown table"
     head = ['model',*contenders]
     def show(o): return f'{o[0]} ({o[1]})'
     rows = [head, ['---',*['--:']*len(contenders)], *([r['model'],*(show(r[k]) for k in contenders)] for r in res['rows'])]
@@ -168,8 +176,8 @@ def table(res):
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument('--models', nargs='+', choices=models, default=[*models])
-    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    p.add_argument('--models', nargs='+', choices=models, default=[*models], help='which models')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results')
     a = p.parse_args(args)
     res = dict(torch=torch.__version__.split('+')[0], rows=[measure(o) for o in a.models])
     print(table(res))

@@ -1,4 +1,4 @@
-"What a look at predictions, a report and healing cost: in training steps by depth, afterwards, and in memory"
+"The cost of comparing predictions with fp32, of a report and of healing: in training steps, afterwards, and in memory"
 import argparse,json,math,statistics,subprocess,sys,time,warnings
 from pathlib import Path
 import torch
@@ -13,7 +13,7 @@ from machine import machine
 from memory import peak
 from timing import Batches,by_fastai,interleaved,quartiles,ratio
 
-look = 15 # the step, from 0, in which predictions are compared with those of fp32; then every 256th
+look = 15 # the step, counted from 0, in which predictions are first compared with fp32; then every 256th
 
 class StepTimer(Callback):
     order = 200
@@ -31,7 +31,7 @@ def fit(learn):
     "Seconds of each step"
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
     mp,times = learn.mixed_precision,learn.step_timer.times
-    if mp.n_rerun: raise RuntimeError(f'{mp.n_rerun} runs of batches again: this fit is not healthy')
+    if mp.n_rerun: raise RuntimeError(f'{mp.n_rerun} batches ran again: this fit is not healthy')
     return [b-a for a,b in zip(times, times[1:])]
 
 def report(learn):
@@ -41,7 +41,7 @@ def report(learn):
     return time.perf_counter()-start
 
 def measure(args, rounds):
-    "By turns: fits that may run batches again, fits that may not, reports. In steps of the same fit, since the machine's speed changes"
+    "Takes turns: fits that can run batches again, fits that cannot, reports; in steps of the same fit, since the speed of a machine varies"
     able,unable,looks,reports,steps = [],[],[],[],[]
     for i in range(rounds+1):
         fits = {rerun: fit(learner(*args, rerun=rerun)) for rerun in ((True,False),(False,True))[i%2]}
@@ -57,7 +57,7 @@ def measure(args, rounds):
 
 # %% healing
 class Attention(nn.Module):
-    "One head, whose scores are multiplied by `gain`, and divided by it again"
+    "One attention head, whose scores are multiplied by `gain` and then divided by it"
     def __init__(self, d, gain):
         super().__init__()
         self.q,self.k,self.v,self.o = [nn.Linear(d, d) for _ in range(4)]
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return self.o((scores/self.gain/x.shape[-1]**.5).softmax(-1)@self.v(x))
 
 class Block(nn.Module):
-    "Of a transformer; with a fault, numbers beyond 65504 come and go, which fp32 does not mind"
+    "A transformer block; with a fault, it computes numbers beyond 65504, which fp32 can hold, and scales them down again"
     def __init__(self, d, fault):
         super().__init__()
         self.norm1,self.norm2,self.attn = nn.LayerNorm(d),nn.LayerNorm(d),Attention(d, 1e6 if fault=='scores' else 1.)
@@ -81,14 +81,14 @@ class Block(nn.Module):
         return x+self.fc2(F.gelu(h))
 
 class Transformer(nn.Module):
-    "`n` blocks, of which those in `at` have the fault"
+    "A model of `n` blocks, of which those in `at` have the fault"
     def __init__(self, n, fault, at, d):
         super().__init__()
         self.inp,self.head = nn.Linear(8, d),nn.Linear(d, 4)
         self.blocks = nn.Sequential(*[Block(d, fault if i in at else None) for i in range(n)])
     def forward(self, x): return self.head(self.blocks(self.inp(x)).mean(1))
 
-kinds = dict(scores="attention scores in own code", linear="output of a linear layer", product="product in own code")
+kinds = dict(scores="attention scores", linear="output of a linear layer", product="product in the code of a block")
 
 def transformer(n, fault=None, at=(), steps=7, bs=8, tokens=16, d=32):
     set_seed(0)
@@ -98,18 +98,18 @@ def transformer(n, fault=None, at=(), steps=7, bs=8, tokens=16, d=32):
 
 def quietly(learn):
     with warnings.catch_warnings(), learn.no_bar(), learn.no_logging():
-        warnings.simplefilter('ignore') # of what is healed
+        warnings.simplefilter('ignore') # healing warns
         learn.fit(1)
 
 def in_half(learn):
-    "How many linear layers and convolutions are left in half precision, and of how many"
+    "The number of linear layers and convolutions that stay in half precision, and of all of them"
     linear = [m for m in learn.model.modules() if isinstance(m, (nn.Linear,nn.modules.conv._ConvNd))]
     fp32 = learn.mixed_precision.keeps()
     plan = PrecisionPlan(learn.model, torch.float16, fp32)
     return sum(m not in plan.in_fp32 for m in linear),len(linear)
 
 def heal(n, fault, at):
-    "Passes and pause, in ordinary steps, of the first step of a fit, whose batch has the fault; what came of it"
+    "Fits a model with a fault: the forward passes and the time (in ordinary steps) of its first step, and the result of healing"
     learn,batches = transformer(n, fault, at)
     passes = []
     learn.model.inp.register_forward_hook(lambda *_: passes.append(1))
@@ -121,11 +121,11 @@ def heal(n, fault, at):
                 promoted=len(mp.promoted), in_half=half, layers=layers)
 
 def goals(n):
-    "Passes, and steps of a pause, for `n` blocks"
+    "The goals for `n` blocks: at most so many passes, and a pause of at most so many steps"
     return 12+6*math.log2(n),60 if n<=48 else 80
 
 def by_depth(depths, fits):
-    "A row for each fault in the middle block, and in all; the deepest model runs once"
+    "A row for each fault, in the middle block and in all blocks; the deepest model runs once"
     rows = []
     for n in depths:
         for fault in kinds:
@@ -138,12 +138,12 @@ def by_depth(depths, fits):
 
 # %% after it
 def shares(names):
-    "What is left in half precision after hostile trainings"
+    "The layers that stay in half precision after hostile trainings"
     res = {}
     for k in names:
         learn = hostile.zoo[k].make(0).to_fp16_dynamic()
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore') # of what is healed
+            warnings.simplefilter('ignore') # healing warns
             hostile.fit(learn, *hostile.zoo[k][1:])
         res[k] = in_half(learn)
     return res
@@ -151,16 +151,16 @@ def shares(names):
 size = dict(steps=5, bs=16, tokens=64, d=64)
 
 def contender(name, blocks):
-    "A fit of the transformer in `fp32`, in `fp16` without the fault, or `healed`, from its first fit on"
+    "A learner for the transformer: in `fp32`, in `fp16` without the fault, or `healed` in its first fit"
     learn,batches = transformer(blocks, *(('scores',range(blocks)) if name=='healed' else ()), **size)
     return (learn if name=='fp32' else learn.to_fp16_dynamic()),batches
 
 def afterwards(blocks, rounds):
-    "By turns: fits of a model that was healed, of the same in fp32, and without the fault in fp16"
+    "Takes turns: fits of a healed model, of the same model in fp32, and of one without the fault in fp16"
     fits = {k: contender(k, blocks) for k in ('healed','fp32','fp16')}
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        times = interleaved({k: by_fastai(*o) for k,o in fits.items()}, rounds) # the first round, which heals, does not count
+        times = interleaved({k: by_fastai(*o) for k,o in fits.items()}, rounds) # the first round heals and does not count
     learn = fits['healed'][0]
     half,layers = in_half(learn)
     added = {k: added_by(k, blocks, learn.mixed_precision.promoted) for k in fits}
@@ -169,7 +169,7 @@ def afterwards(blocks, rounds):
 
 # %% memory
 class Squares(nn.Module):
-    "A layer whose own code takes squares, and makes their mean 1: three activations of the size of its input"
+    "A layer that squares its activations and divides by their mean: three activations of the size of its input"
     def __init__(self, d):
         super().__init__()
         self.fc,self.act = nn.Linear(d, d),nn.ReLU()
@@ -179,7 +179,7 @@ class Squares(nn.Module):
         return x/(x.mean(1, keepdim=True)+1e-4)
 
 def large(faulty, samples, d=64, blocks=4):
-    "A learner with three activations a block of `samples`×`d` numbers; with `faulty`, its second batch overflows in the first block"
+    "A learner with three activations of `samples`×`d` numbers per block; with `faulty`, the second batch overflows in the first block"
     set_seed(0)
     x,y = torch.randn(samples, d),torch.randint(10, (samples,))
     batches = Batches([(x*1000 if faulty and i==1 else x, y) for i in range(4)])
@@ -187,7 +187,7 @@ def large(faulty, samples, d=64, blocks=4):
     return Learner(DataLoaders(batches, [], device=torch.device('cpu')), model, nn.CrossEntropyLoss(), AdamW16, lr=1e-4)
 
 def added(job, n, promoted=()):
-    "Peak of this process before a fit, and after it, in bytes; of large activations or, with `healed`, `fp32` and `fp16`, of transformers"
+    "Peak memory of this process before and after a fit, in bytes: of transformers for `healed`, `fp32` and `fp16`, else of `large`"
     if job in ('healed','fp32','fp16'):
         learn,_ = contender(job, n)
         if job=='healed': learn.to_fp16_dynamic(keep_fp32=list(promoted))
@@ -201,7 +201,7 @@ def added(job, n, promoted=()):
     return before,peak()
 
 def added_by(job, n, promoted=()):
-    "The same in a process of its own, which is given what stays in fp32"
+    "The same in a new process, which gets the names of the layers that stay in fp32"
     args = ['--job', job, '--size', str(n), '--keep', *promoted]
     out = subprocess.run([sys.executable, '-W', 'ignore', __file__, *args], check=True, capture_output=True, text=True).stdout
     return json.loads(out.splitlines()[-1])
@@ -209,21 +209,24 @@ def added_by(job, n, promoted=()):
 jobs = 'fit','fit in fp32','diagnosis','report'
 
 def by_job(samples):
-    "Bytes before and at the peak, by job"
+    "Peak memory before and after each job, in bytes"
     return {k: added_by(k, samples) for k in jobs}
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name,default in dict(depth=50, width=64, steps=150, bs=32, rounds=15).items(): p.add_argument('--'+name, type=int, default=default)
-    p.add_argument('--blocks', type=int, nargs='+', default=[12,24,48,96], help='of transformers that are healed')
-    p.add_argument('--fits', type=int, default=3, help='of each of these with at most 48 blocks')
-    p.add_argument('--after', type=int, default=8, help='blocks of the transformer that is timed after healing')
-    p.add_argument('--trainings', nargs='+', choices=hostile.zoo, default=list(hostile.zoo), metavar='NAME', help='of hostile.py')
-    p.add_argument('--samples', type=int, default=2**16, help='of 64 numbers each, in a batch whose diagnosis is weighed')
-    p.add_argument('--job', help='print the memory of this one only')
-    p.add_argument('--size', type=int, help='its samples or blocks')
-    p.add_argument('--keep', nargs='*', default=[], help='what it keeps in fp32')
-    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    for name,default,what in (('depth',50,'layers of the model for comparisons and reports'), ('width',64,'its width'),
+                              ('steps',150,'its steps per fit'), ('bs',32,'its batch size'), ('rounds',15,'rounds')):
+        p.add_argument('--'+name, type=int, default=default, help=what)
+    p.add_argument('--blocks', type=int, nargs='+', default=[12,24,48,96], help='depths of the transformers to heal')
+    p.add_argument('--fits', type=int, default=3, help='fits of each transformer with at most 48 blocks')
+    p.add_argument('--after', type=int, default=8, help='depth of the transformer that is timed after healing')
+    p.add_argument('--trainings', nargs='+', choices=hostile.zoo, default=list(hostile.zoo), metavar='NAME',
+                   help='which trainings of hostile.py')
+    p.add_argument('--samples', type=int, default=2**16, help='samples of 64 numbers in a batch, to measure the memory of a diagnosis')
+    p.add_argument('--job', help='print only the memory of this job')
+    p.add_argument('--size', type=int, help='samples or blocks of the job')
+    p.add_argument('--keep', nargs='*', default=[], help='layers the job keeps in fp32')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results')
     a = p.parse_args(args)
     torch.set_num_threads(1)
     if a.job: return print(json.dumps(added(a.job, a.size, a.keep)))
@@ -242,21 +245,23 @@ def _table(head, rows):
 def _met(x, goal, digits=0): return f'{x:.{digits}f}' if x<=goal else f'**{x:.{digits}f}**'
 
 def depth_table(rows):
-    "Markdown: what healing costs; in bold what misses its goal"
+    "A Markdown table of the cost of healing, with missed goals in bold"
     def cells(r):
         passes,pause = goals(r['blocks'])
         return [kinds[r['fault']], r['blocks'], r['faulty'], _met(r['passes'], passes), f'{passes:.0f}', _met(r['pause'], pause), pause,
-                r['promoted'], f"{100*r['in_half']/r['layers']:.0f} %"]
-    head = 'beyond 65504', 'blocks', 'at fault', 'passes', 'goal', 'pause, steps', 'goal', 'promoted', 'layers in half'
+                r['promoted'], f"{r['in_half']/r['layers']:.0%}"]
+    head = ('what overflows', 'blocks', 'blocks at fault', 'forward passes', 'goal', 'pause, steps', 'goal', 'modules now in fp32',
+            'layers in half precision')
     return _table(head, map(cells, rows))
 
 def memory_table(res):
-    "Markdown: peaks, and their ratios to those of healthy fits"
+    "A Markdown table of peak memory, and of its ratios to healthy fits"
     def cells(k):
         before,top = res[k]
         over = [f'{top/res[o][1]:.2f}' for o in jobs[:2]]
         over += [f'{(top-before)/(res[o][1]-res[o][0]):.2f}' for o in jobs[:2]]
-        return [k, f'{top/2**20:.0f}', f'{(top-before)/2**20:.0f}', *over]
-    return _table(['', 'peak, MiB', 'added', 'peak over fit', 'over fp32', 'added over fit', 'over fp32'], map(cells, jobs))
+        return ['fit in fp16' if k=='fit' else k, f'{top/2**20:.0f}', f'{(top-before)/2**20:.0f}', *over]
+    head = ('', 'peak, MiB', 'added, MiB', 'peak / fp16 fit', 'peak / fp32 fit', 'added / fp16 fit', 'added / fp32 fit')
+    return _table(head, map(cells, jobs))
 
 if __name__=='__main__': main()

@@ -1,4 +1,4 @@
-"What `fp16_doctor` says of healthy architectures and of what fp16 cannot do, and how many training steps it takes"
+"Does `fp16_doctor` warn about models that fail in fp16, and only about them? And how many training steps does it take?"
 import argparse,importlib.metadata,importlib.util,json,logging,statistics,time,warnings
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from hostile import zoo
 from machine import machine
 from timing import quartiles
 
-# %% architectures, with weights as they are initialised and on noise: what makes a learner, by name
+# %% architectures with fresh weights, on noise: functions that make a learner, by name
 def learner(model, x, bs=4, **kwargs):
     data = list(zip(x, torch.arange(len(x))%10))
     dls = DataLoaders(DataLoader(data, bs=bs), DataLoader(data, bs=bs), device=default_device())
@@ -27,7 +27,7 @@ def _timm(name, size, kwargs):
 def named(make, size, names, **kwargs): return {o: partial(make, o, size, kwargs) for o in names.split()}
 
 class Classes(nn.Module):
-    "Ten classes, of the mean of what a network of transformers makes of images, or of tokens with padding on the right"
+    "A classifier on the mean output of a network of transformers, for images or for tokens with padding on the right"
     def __init__(self, body, x, both=False):
         super().__init__()
         self.body,self.both = body,both
@@ -101,9 +101,9 @@ healthy = dict(
         **named(_transformers, 32, 'clip', text_config=small, vision_config=patches, projection_dim=16),
         **vision('swin swinv2', window_size=4, **windows), **vision('convnext', hidden_sizes=[16,32], depths=[1,1], num_stages=2)})
 
-# %% what fp16 cannot do: the trainings of hostile.py, architectures whose masks or padding it cannot take, and hazards in three lines
+# %% models that fail in fp16: the trainings of hostile.py, architectures with masks or padding that fp16 cannot hold, and short hazards
 class Hazard(nn.Module):
-    "`f` between two layers; the last token of each sample is empty, and the largest number is `top`"
+    "A model with `f` between two layers; the last token of each sample is 0, and the largest number is `top`"
     def __init__(self, f, top=1.):
         super().__init__()
         self.body,self.f,self.top,self.head = nn.Linear(8, 8),f,top,nn.Linear(8, 10)
@@ -131,8 +131,8 @@ def swin_v2():
                                        downsample_layer=swin.PatchMergingV2), 32)
 
 hostile = dict(trainings={k: partial(s.make, 0) for k,s in zoo.items()}, hazards=hazards,
-    torchvision={'Swin v2': swin_v2}, # windows that are padded with zeros, of which `F.normalize` makes 0/0
-    transformers={**text('deberta'), **text('longt5', **t5)}) # masks of finfo(float32).min by `masked_fill`, and of -1e10
+    torchvision={'Swin v2': swin_v2}, # pads windows with zeros, for which `F.normalize` computes 0/0
+    transformers={**text('deberta'), **text('longt5', **t5)}) # `masked_fill` with the minimum of float32, and a mask of -1e10
 
 # %% time
 class StepTimer(Callback):
@@ -155,7 +155,7 @@ timed = {'ResNet-18, 32 × 32': (resnet18, lambda n: torch.randn(n, 3, 32, 32)),
          'transformer, 6 blocks': (Encoder, lambda n: torch.randint(64, (n, 16))), 'MLP, 3 layers': (mlp, lambda n: torch.randn(n, 64))}
 
 def in_steps(name, steps, rounds):
-    "The time of `fp16_doctor` in steps of a fit in fp16 beside it, after one of each"
+    "The time of `fp16_doctor`, in steps of a fit in fp16 that takes turns with it, after one call to warm up"
     model,data = timed[name]
     res = []
     for i in range(rounds+1):
@@ -169,41 +169,48 @@ def in_steps(name, steps, rounds):
 
 # %% the result
 def look(kind, group, name, make):
-    "What the doctor says of a model: what is worst, and what it says of that"
+    "The worst finding of the doctor about a model: its severity, and the fact"
     set_seed(0, reproducible=True)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        found = [o for o in make().fp16_doctor() if o.module is not None] # what is about the model, and not about optimizer and device
+        found = [o for o in make().fp16_doctor() if o.module is not None] # findings about the model, not about optimizer and device
     worst = next(iter(found), None)
     return dict(kind=kind, group=group, name=name, worst=worst.severity if worst else None, fact=worst.fact if worst else None)
 
 _severities = 'error','warning','info'
 def table(res):
-    "Markdown: a row for each group"
+    "A Markdown table with a row for each group of models"
     def line(kind, group):
         rows = [r for r in res['rows'] if (r['kind'],r['group'])==(kind,group)]
         counts = [sum(r['worst']==s for r in rows) for s in (*_severities,None)]
         return '| '+' | '.join([kind, group, *map(str, (len(rows),*counts))])+' |'
-    head = '| models | of | looked at | error | warning | info | nothing |\n| --- | --- | --: | --: | --: | --: | --: |'
+    head = '| models | from | examined | error | warning | info | no finding |\n| --- | --- | --: | --: | --: | --: | --: |'
     return '\n'.join([head, *(line(*o) for o in dict.fromkeys((r['kind'],r['group']) for r in res['rows']))])
 def alarms(res):
-    "Healthy models with a warning or an error, and hostile ones without, in words"
-    def of(kind, bad):
-        return [f"{r['name']} ({r['group']})" for r in res['rows'] if r['kind']==kind and (r['worst'] in _severities[:2])==bad]
-    false,missed = of('healthy', True),of('hostile', False)
-    return (f"Warned of without need: {', '.join(false) or 'none'}. Nothing was said, or only for information, of these hostile ones: "
-            f"{', '.join(missed) or 'none'}.")
-def times(res): return '; '.join(f'{k}: {q[1]:.1f} ({q[0]:.1f} to {q[2]:.1f})' for k,q in res['in_steps'].items())
+    "The healthy models with a warning or an error, and the hostile ones without, in words"
+    false,missed = ([f"`{r['name']}` ({r['group']})" for r in rows] for rows in (warned(res, 'healthy'),warned(res, 'hostile', False)))
+    return f"False alarms: {', '.join(false) or 'none'}. Hostile models without a warning: {', '.join(missed) or 'none'}."
+def warned(res, kind, bad=True):
+    "The rows of models that are `healthy` or `hostile`, with a warning or an error (or without, if not `bad`)"
+    return [r for r in res['rows'] if r['kind']==kind and (r['worst'] in _severities[:2])==bad]
+def claim(res):
+    "How often the doctor is right, in a sentence"
+    healthy,hostile = (sum(r['kind']==k for r in res['rows']) for k in ('healthy','hostile'))
+    return (f"`fp16_doctor` warns about {len(warned(res, 'hostile'))} of {hostile} models that are hostile to fp16, and about "
+            f"{len(warned(res, 'healthy'))} of {healthy} healthy ones")
+def times(res):
+    "Markdown: the time of the doctor in training steps, by model"
+    return '\n'.join(f'- {k}: {q[1]:.1f} ({q[0]:.1f} to {q[2]:.1f}) steps' for k,q in res['in_steps'].items())
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument('--only', nargs='*', default=[], help='groups or names of models; all without')
-    p.add_argument('--steps', type=int, default=4, help='of the fits beside which the doctor is timed')
+    p.add_argument('--only', nargs='*', default=[], help='groups or names of models; by default all')
+    p.add_argument('--steps', type=int, default=4, help='steps of the fits that the doctor is compared with')
     p.add_argument('--rounds', type=int, default=3, help='how often each is timed')
-    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results')
     a = p.parse_args(args)
     torch.set_num_threads(1)
-    logging.disable(logging.WARNING) # of transformers
+    logging.disable(logging.WARNING) # transformers logs a lot
     have = {o: importlib.metadata.version(o) for o in ('torchvision','timm','transformers') if importlib.util.find_spec(o)}
     rows = []
     for kind,groups in dict(healthy=healthy, hostile=hostile).items():

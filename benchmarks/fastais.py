@@ -1,4 +1,4 @@
-"fastai's own mixed precision, for comparison; on a CPU its hard-coded 'cuda' is replaced by 'cpu'"
+"Runs fastai's own mixed precision on a CPU, too, where its hard-coded 'cuda' is replaced with 'cpu'"
 from contextlib import ExitStack,contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -12,14 +12,14 @@ def _nesting():
     return torch.autocast_decrement_nesting()
 
 def _non_native_before_fit(self, before_fit=fp16.NonNativeMixedPrecision.before_fit):
-    "It asserts that the data are on a GPU, and asks no more of them"
+    "Calls `before_fit`, which asserts that the data is on a GPU and uses it for nothing else"
     dls,self.learn.dls = self.learn.dls,SimpleNamespace(device=torch.device('cuda'))
     try: before_fit(self)
     finally: self.learn.dls = dls
 
 @contextmanager
 def fastais():
-    "fastai's own train in half precision on a CPU as well; afterwards autocast is off, whatever they left"
+    "A context in which fastai's own callbacks can train in half precision on a CPU; afterwards autocast is off"
     device = default_device().type
     depth,dtype = _nesting(),torch.get_autocast_dtype(device)
     with ExitStack() as patches:

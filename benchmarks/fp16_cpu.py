@@ -1,4 +1,4 @@
-"fp16 on a CPU, which has no fast kernels for its convolutions: steps of a small convolutional network, next to fp32"
+"How slow fp16 convolutions are on a CPU, for which PyTorch has no fast kernels: steps of a small network, compared with fp32"
 import argparse,json
 from copy import deepcopy
 from pathlib import Path
@@ -12,7 +12,7 @@ from timing import Batches,interleaved,quartiles,ratio
 modes = ('to_fp32','to_fp16_dynamic','to_bf16_dynamic')
 
 def convs(width):
-    "Four convolutions, of which one halves the image"
+    "A network of four convolutions, of which one halves the image"
     def conv(i, o, stride=1): return nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
     body = conv(3, width),conv(width, width),conv(width, 2*width, 2),conv(2*width, 2*width)
     return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2*width, 10))
@@ -32,15 +32,16 @@ def line(r):
     return f"| {r['bs']}×3×{r['size']}×{r['size']} | {' | '.join([*times, *(f'{q[1]:.2g}' for q in r['slower'].values())])} |"
 
 def table(res):
-    "Markdown"
-    head = ['batch', *(f'`{k}`, ms' for k in modes), *(f'`{k}`, multiples of fp32' for k in modes[1:])]
+    "A Markdown table"
+    head = ['batch', *(f'`{k}`, ms' for k in modes), *(f'`{k}` / `to_fp32`' for k in modes[1:])]
     return '\n'.join([f"| {' | '.join(head)} |", '| --- |'+' --: |'*(len(head)-1), *map(line, res['rows'])])
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument('--sizes', type=int, nargs='+', default=[8,16,32], help='widths and heights of the images')
-    for k,default in dict(width=32, bs=8, steps=3, rounds=5).items(): p.add_argument('--'+k, type=int, default=default)
-    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    p.add_argument('--sizes', type=int, nargs='+', default=[8,16,32], help='heights and widths of the images')
+    for k,default,what in (('width',32,'channels'), ('bs',8,'batch size'), ('steps',3,'steps per round'), ('rounds',5,'rounds')):
+        p.add_argument('--'+k, type=int, default=default, help=what)
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results')
     a = p.parse_args(args)
     bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     res = dict(machine=machine(), bf16=bf16, rows=[measure(size, a.width, a.bs, a.steps, a.rounds) for size in a.sizes])

@@ -1,9 +1,9 @@
-"""What training costs: samples per second and peak memory of `fit_one_cycle`, by fastai, by this package, by Lightning and by Accelerate
+"""Samples per second and peak memory of whole trainings, with fastai, this package, Lightning and Accelerate
 
-All train the same models from the same weights, on the same batches, which lie on the device already, and do what their users do by
-default: `Adam` and `GradientClip` in fastai, `AdamW16` and `GradientNormClip` with `to_fp16_dynamic`, torch's `AdamW` with clipping and
-a one-cycle schedule elsewhere. They take turns, round by round, in one process. The defaults are for a large GPU; for a T4, `--bs 8 32`;
-on a CPU, where it shows only that all of it runs, `--toy --size 32 --bs 2 4 --steps 2 --rounds 2`."""
+All train the same models from the same weights, on the same batches, which are on the device already. Each uses what its users use by
+default: `Adam` and `GradientClip` in fastai, `AdamW16` and `GradientNormClip` with `to_fp16_dynamic`, and PyTorch's `AdamW` with clipping
+and a one-cycle schedule elsewhere. They take turns, round by round, in one process. The defaults are for a large GPU. For a T4, use
+`--bs 8 32`. On a CPU, `--toy --size 32 --bs 2 4 --steps 2 --rounds 2` shows only that everything runs."""
 import argparse,copy,gc,json,logging,time,warnings
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 
 # %% models and data
 class TextLSTM(nn.Module):
-    "A language model: the logits of each next token"
+    "A language model: returns the logits of each next token"
     def __init__(self, vocab, emb, hidden):
         super().__init__()
         self.emb,self.rnn,self.out = nn.Embedding(vocab, emb),nn.LSTM(emb, hidden, 2, batch_first=True),nn.Linear(hidden, vocab)
@@ -36,7 +36,7 @@ class TextLSTM(nn.Module):
 def _toy_resnet(size): # stem and first stage
     return nn.Sequential(*[*ResNet(Bottleneck, [1,1,1,1]).children()][:5], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 1000))
 
-# name: (the model, a few layers of its kind); the heaviest come first: what they take beyond their share of the time, the others do without
+# name: (the model, a toy version); the slowest come first, so that the others can make up for the time they take
 models = dict(
     regnet_y_32gf=(lambda size: torchvision.models.regnet_y_32gf(), lambda size: RegNet(BlockParams([1], [8], [8], [1.], [2], 0.25))),
     convnext_tiny=(lambda size: torchvision.models.convnext_tiny(), lambda size: ConvNeXt([CNBlockConfig(8, None, 2)])),
@@ -55,9 +55,9 @@ def loss_func(pred, y): return F.cross_entropy(pred.flatten(0, -2), y.flatten())
 def is_cuda(): return default_device().type=='cuda'
 
 class Batches:
-    """`skip` batches, in which memory is taken and a loss scale found, `steps` that are measured, and one; `TimeoutError` after `deadline`
+    """`skip` batches to allocate memory and find a loss scale, `steps` that are measured, and one more; `TimeoutError` after `deadline`
 
-    The clock is read as a batch is asked for: loops that look ahead, and those that never ask for more than there is, count alike."""
+    Reads the clock when a batch is requested, so that loops that prefetch count like loops that do not."""
     def __init__(self, batches, steps, skip, deadline, count=False):
         self.batches,self.steps,self.skip,self.deadline,self.count,self.times = batches,steps,skip,deadline,count,[]
 
@@ -79,11 +79,11 @@ class Batches:
         self.times.append(time.perf_counter())
 
     def seconds(self):
-        "Of a step"
+        "Seconds per step"
         if len(self.times)<2: raise RuntimeError('it stopped before the last batch')
         return (self.times[1]-self.times[0])/self.steps
 
-# %% contenders: each trains a model on `Batches` and returns its last loss, the precision that it really used, and the steps it skipped
+# %% contenders: each trains a model on `Batches` and returns its last loss, the precision it really used, and the steps it skipped
 def _fastai(model, batches, *to, opt_func=Adam, clip=GradientClip):
     learn = Learner(DataLoaders(batches, []), model, loss_func, opt_func, cbs=clip(1.))
     for o in to: getattr(learn, o)()
@@ -109,19 +109,19 @@ def _lightning(model, batches):
             loss = loss_func(self.model(batch[0]), batch[1])
             self.last = loss.detach()
             return loss
-        def configure_optimizers(self): # not fused: in fp16, Lightning refuses to clip the gradients of a fused optimizer
+        def configure_optimizers(self): # not fused: in fp16, Lightning does not clip gradients of a fused optimizer
             opt,sched = _torchs(model, batches)
             return [opt],[dict(scheduler=sched, interval='step')]
     module,quiet = Module(),('logger','enable_checkpointing','enable_progress_bar','enable_model_summary')
     trainer = lightning.Trainer(accelerator=default_device().type, devices=1, precision='16-mixed', max_epochs=1, gradient_clip_val=1.,
                                 **dict.fromkeys(quiet, False))
     trainer.fit(module, batches)
-    return dict(loss=module.last, precision='bf16' if 'bf16' in trainer.precision else 'fp16') # on a CPU it takes bf16 for fp16
+    return dict(loss=module.last, precision='bf16' if 'bf16' in trainer.precision else 'fp16') # on a CPU, it uses bf16 in place of fp16
 
 def _accelerate(model, batches):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    with patch.dict(AcceleratorState._shared_state, clear=True): # all of a process share it, and nobody may ask for another precision
+    with patch.dict(AcceleratorState._shared_state, clear=True): # shared within a process, where it allows only one precision
         precision = 'fp16' if is_cuda() else 'bf16' # on a CPU its fp16 is fp32
         accelerator = Accelerator(mixed_precision=precision, cpu=not is_cuda())
         model,opt,sched = accelerator.prepare(model, *_torchs(model, batches, fused=True))
@@ -147,13 +147,13 @@ contenders = dict(
 
 # %% the race
 def turn(name, model, batches):
-    "What the contender `name` makes of a copy of `model`, or its error"
+    "Trains a copy of `model` with the contender `name`, and returns its results or its error"
     start,peak,syncs = time.perf_counter(),None,None
     try:
         batches.check()
-        gc.collect() # a learner, its callbacks and its model hold one another, and the memory
+        gc.collect() # a learner, its callbacks and its model refer to each other, and hold memory
         if is_cuda():
-            torch._C._cuda_clearCublasWorkspaces() # up to 64 MiB that those before have left
+            torch._C._cuda_clearCublasWorkspaces() # up to 64 MiB, left by earlier contenders
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         with fastais(), warnings.catch_warnings(record=True) as seen:
@@ -171,10 +171,10 @@ def turn(name, model, batches):
     return dict(res, seconds=seconds, overhead=overhead, finite=finite, peak_mib=peak, syncs_per_step=syncs)
 
 def race(model, bs, a, end, deadline):
-    "`{contender: [warm-up, round 1, …]}`, of as many rounds and steps as fit in before `end`, and of one at least, if `deadline` allows"
+    "`{contender: [warm-up, round 1, …]}`, with as many rounds and steps as fit before `end`, and at least one round, if `deadline` allows"
     data = [to_device(make_batch(model, bs, a), default_device()) for _ in range(2)]
     gc.collect()
-    gc.freeze() # what there is now stays: to look through it again in each turn would take as long as many steps
+    gc.freeze() # what exists now stays; scanning it in each turn would take as long as many steps
     turns = {c: [turn(c, model, Batches(data, 2, a.skip, deadline, count=True))] for c in a.contenders}
     for i in range(a.rounds):
         last = {c: o[-1] for c,o in turns.items() if 'error' not in o[-1]}
@@ -186,7 +186,7 @@ def race(model, bs, a, end, deadline):
     return turns
 
 def make_rows(model, bs, turns):
-    "A row for each contender: medians over rounds; ratios are to `to_fp16` in the same round"
+    "A row for each contender: medians over rounds, and ratios to `to_fp16` in the same round"
     rounds = {c: {i: t for i,t in enumerate(o) if i and 'error' not in t} for c,o in turns.items()}
     rows,base = [],rounds.get('to_fp16', {})
     def over(c, k, power):
@@ -204,7 +204,8 @@ def make_rows(model, bs, turns):
     return rows
 
 # %% what it prints and draws
-columns = ['model','batch size','contender','precision','samples/s (quartiles)','× to_fp16','peak MiB','syncs/step','finite','skipped']
+columns = ['model','batch size','contender','precision','samples/s (quartiles)','relative to `to_fp16`','peak MiB','syncs per step',
+           'loss is finite','skipped steps']
 
 def head():
     "The first two lines of the table"
@@ -231,7 +232,7 @@ def chart(res, fname):
             bars = ax.barh([y+(j-len(names)/2+.5)*h for y in ys], [at[m] or 0 for m in ms], .9*h, label=c)
             ax.bar_label(bars, [f'{at[m]:.2f}' if at[m] else '–' for m in ms], padding=2, fontsize=7)
         ax.axvline(1, color='k', lw=1)
-        ax.set(title=f'batch size {bs}', xlabel="samples per second, × fastai's to_fp16", yticks=ys, yticklabels=ms)
+        ax.set(title=f'batch size {bs}', xlabel="samples per second, relative to fastai's to_fp16", yticks=ys, yticklabels=ms)
         ax.margins(x=.08)
         ax.spines[['top','right']].set_visible(False)
     axs[0,0].invert_yaxis()
@@ -242,18 +243,18 @@ def chart(res, fname):
 def parse_args(args=None):
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name,there in dict(models=models, contenders=contenders).items():
-        p.add_argument('--'+name, nargs='+', choices=there, default=list(there), metavar=name[:-1].upper(), help='of '+', '.join(there))
+        p.add_argument('--'+name, nargs='+', choices=there, default=list(there), metavar=name[:-1].upper(), help='among '+', '.join(there))
     p.add_argument('--bs', nargs='+', type=int, default=[16,128], metavar='BS', help='batch sizes')
-    for name,default,what in (('size',224,'height and width of images'), ('seq',72,'tokens of a text'), ('minutes',9.,'for everything'),
-        ('rounds',5,'fits of each contender, at most'), ('steps',100,'measured steps of a fit, at most'), ('skip',5,'steps before these')):
+    for name,default,what in (('size',224,'height and width of images'), ('seq',72,'tokens per text'), ('minutes',9.,'time for everything'),
+        ('rounds',5,'most fits of each contender'), ('steps',100,'most steps measured per fit'), ('skip',5,'steps before these')):
         p.add_argument('--'+name, type=type(default), default=default, help=what)
-    p.add_argument('--toy', action='store_true', help='a few layers of each model')
-    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='results; the chart is written beside them')
+    p.add_argument('--toy', action='store_true', help='train a few layers of each model')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results; the chart goes next to it')
     return p.parse_args(args)
 
 def main(args=None):
     a,start,rows = parse_args(args),time.perf_counter(),[]
-    deadline,todo = start+0.97*60*a.minutes,len(a.models)*len(a.bs) # the rest is for a step that is under way, and the chart
+    deadline,todo = start+0.97*60*a.minutes,len(a.models)*len(a.bs) # the rest is for an unfinished step, and for the chart
     versions = {o: version(o) if find_spec(o) else None for o in ('torch','torchvision','fastai','lightning','accelerate')}
     print(head())
     for name in a.models:
@@ -267,7 +268,7 @@ def main(args=None):
             keys,ours = ('model','bs','over_to_fp16','peak_over_to_fp16'),[r for r in rows if r['contender']=='to_fp16_dynamic']
             res = dict(machine=machine(), versions=versions, arguments={**vars(a), 'out':a.out.name}, rows=rows,
                        minutes=(time.perf_counter()-start)/60, ours_over_to_fp16=[{k: r.get(k) for k in keys} for r in ours])
-            a.out.write_text(json.dumps(res, indent=1)+'\n') # after each, so that nothing measured is lost
+            a.out.write_text(json.dumps(res, indent=1)+'\n') # after each model, so that no result is lost
     gc.unfreeze()
     chart(res, a.out.with_suffix('.png'))
     return res

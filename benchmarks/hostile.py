@@ -1,4 +1,4 @@
-"Small trainings that fp32 does well and plain fp16 cannot do, and two that fp32 cannot do either"
+"Small trainings that work in fp32 and fail in plain fp16, and two that fail in fp32, too"
 import math
 from collections import namedtuple
 from functools import partial
@@ -8,13 +8,13 @@ from fastai.basics import SGD,DataLoader,DataLoaders,Learner,accuracy,default_de
 from fastai_amp16.all import AdamW16
 from fastai_amp16.demo import RegNetY
 
-Scenario = namedtuple('Scenario', 'make epochs lr') # all figures are best at 1: accuracy or R², of the validation set
+Scenario = namedtuple('Scenario', 'make epochs lr') # all metrics are at most 1: accuracy or R² on the validation set
 
 def r2(p, t): return 1-(p-t).square().mean()/t.var(correction=0)
 def r2_log(p, t): return r2(p.log(), t.log())
 
 def learner(seed, data, model, loss_func=F.cross_entropy, metric=accuracy, opt_func=AdamW16, n=512, n_valid=256, bs=32):
-    "`data(n)` are inputs and targets, the last `n_valid` of them for validation; `seed` is that of data, model and order"
+    "A learner on `data(n)`, which returns inputs and targets, the last `n_valid` for validation; `seed` sets data, model and order"
     set_seed(seed, reproducible=True)
     x,y = data(n+n_valid)
     loaders = DataLoader(list(zip(x[:n], y[:n])), bs=bs, shuffle=True),DataLoader(list(zip(x[n:], y[n:])), bs=n_valid)
@@ -22,18 +22,18 @@ def learner(seed, data, model, loss_func=F.cross_entropy, metric=accuracy, opt_f
     return Learner(dls, model(), loss_func, opt_func, metrics=metric)
 
 def classes(n, shape=(16,), c=4, noise=0.8):
-    "A prototype for each of `c` classes, and noise"
+    "`n` samples of `c` classes: a prototype per class, plus noise"
     y = torch.randint(c, (n,))
     return torch.randn(c, *shape)[y]+noise*torch.randn(n, *shape),y
 
 def curve(n, d=8, noise=0.1):
-    "A function of `d` numbers, of mean 0 and deviation 1, and noise"
+    "A function of `d` numbers with mean 0 and standard deviation 1, plus noise"
     x = torch.randn(n, d)
     return x,(x[:,:3].sum(1, keepdim=True)+x[:,3:5].abs().sum(1, keepdim=True)-1.6)/3.72**0.5+noise*torch.randn(n, 1)
 
 # %% squeeze and excitation
 def counts(n):
-    "Images of a sensor that counts, with values about 60,000"
+    "Images of a sensor that counts, with values around 60,000"
     x,y = classes(n, (4,4,4))
     return 6e4*(2+x),y
 
@@ -48,7 +48,7 @@ class Residual(nn.Module):
     def forward(self, x): return x+self.lin2(F.relu(self.lin1(x)))
 
 class NormFree(nn.Module):
-    "The stream doubles at each block, to some 1e6; the output of the last layer is scaled down to logits"
+    "The residual stream doubles in each block, up to about 1e6; the output of the last layer is scaled down to logits"
     def __init__(self, ni=16, d=32, c=4, depth=8, gain=3e3, out=1e-6):
         super().__init__()
         self.inp,self.blocks,self.head = nn.Linear(ni, d),nn.ModuleList([Residual(d) for _ in range(depth)]),nn.Linear(d, c)
@@ -62,7 +62,7 @@ def norm_free(seed): return learner(seed, classes, NormFree)
 
 # %% attention
 class Attention(nn.Module):
-    "`how` masks: 'add' or 'fill'"
+    "One head of attention; `how` it applies the mask: 'add' or 'fill'"
     def __init__(self, d, how):
         super().__init__()
         self.q,self.k,self.v,self.o = [nn.Linear(d, d) for _ in range(4)]
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         return self.o(F.softmax(scores, dim=-1)@self.v(x))
 
 class Decoder(nn.Module):
-    "Causal, and blind to token 0: the padding, which stands on the left and so sees nothing at all"
+    "A causal decoder that masks token 0, the padding on the left; so all that padding could attend to is masked"
     def __init__(self, how, vocab=12, d=16, c=4, depth=2):
         super().__init__()
         self.emb,self.pos = nn.Embedding(vocab, d),nn.Parameter(torch.randn(8, d)*0.1)
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         return self.head(h[:,-1])
 
 def sentences(n, c=4, length=8):
-    "Which of the `c` keywords stands among other words?"
+    "Sentences with one of `c` keywords among other words, to be classified by keyword"
     y,x = torch.randint(c, (n,)),torch.randint(1+c, 12, (n, length))
     pad = torch.randint(0, length-2, (n,))
     x[torch.arange(length)<pad[:,None]] = 0
@@ -99,7 +99,7 @@ def masked_add(seed): return learner(seed, sentences, partial(Decoder, 'add'))
 def masked_fill(seed): return learner(seed, sentences, partial(Decoder, 'fill'))
 
 class SelfAttention(nn.Module):
-    "In the units of the data"
+    "Attention whose scores are in the units of the data"
     def __init__(self, d=8, c=4):
         super().__init__()
         self.q,self.k,self.v = [nn.Linear(d, d, bias=False) for _ in range(3)]
@@ -151,7 +151,7 @@ class DeepSets(nn.Module):
     def forward(self, x): return self.rho(self.phi(x).sum(1))
 
 def bags(n, size=70_000):
-    "Is the mean of the first feature above or below 0?"
+    "Bags of points, to be classified by whether the mean of their first feature is above or below 0"
     y = torch.randint(2, (n,))
     return 40*torch.randn(n, size, 2)+torch.tensor([60.,0.])*(y[:,None,None]-0.5),y
 
@@ -162,7 +162,7 @@ class PoissonNet(nn.Module):
     def __init__(self, ni=8, nh=32):
         super().__init__()
         self.body,self.head = nn.Sequential(nn.Linear(ni, nh), nn.ReLU()),nn.Linear(nh, 1)
-        nn.init.constant_(self.head.bias, 11.) # about the mean of the logarithms
+        nn.init.constant_(self.head.bias, 11.) # about the mean of the log targets
     def forward(self, x): return torch.exp(self.head(self.body(x)))
 
 def many(n):
@@ -182,7 +182,7 @@ class Cosine(nn.Module):
         return self.temp*x@w.T
 
 def with_empty(n):
-    "Each fourth sample of the training data is empty"
+    "Classes, with each fourth training sample 0"
     x,y = classes(n)
     x[:512:4] = 0
     return x,y
@@ -193,12 +193,12 @@ def cosine(seed):
 
 # %% losses
 def odds(n):
-    "Soft labels"
+    "A function, with soft labels"
     x,y = curve(n, noise=0.)
     return x,(2*y).sigmoid()
 
 class Confident(nn.Module):
-    "Sure at first that everything is of class 1"
+    "Starts out sure that every sample is of class 1"
     def __init__(self, ni=8, nh=64):
         super().__init__()
         self.body,self.act = nn.Sequential(nn.Linear(ni, nh), nn.ReLU(), nn.Linear(nh, 1)),nn.Sigmoid()
@@ -208,7 +208,7 @@ class Confident(nn.Module):
 def sigmoid_bce(seed): return learner(seed, odds, Confident, nn.BCELoss(), r2, n=1024)
 
 class Prices(nn.Module):
-    "Learns standardised targets and tells them in their own unit"
+    "Learns standardized targets, and outputs them in their own unit"
     def __init__(self, ni=8, nh=32, mean=5e5, std=2e5):
         super().__init__()
         self.body,self.head = nn.Sequential(nn.Linear(ni, nh), nn.ReLU()),nn.Linear(nh, 1)
@@ -226,7 +226,7 @@ def fields(n):
     return x,x.tanh()@torch.randn(8, 128)/2+0.1*torch.randn(n, 128)
 
 def tiny_loss(seed):
-    "Of 1e-7, a mean over 128 numbers a sample; Adam with an eps below its gradients"
+    "A loss around 1e-7, a mean over 128 numbers per sample; Adam's eps is below the gradients"
     def model(): return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 128))
     return learner(seed, fields, model, lambda p,t: 1e-7*F.mse_loss(p, t), r2, partial(AdamW16, eps=1e-14), bs=64)
 
@@ -241,7 +241,7 @@ def broken_pixels(seed):
     return learner(seed, data, model)
 
 class Magnitude(nn.Module):
-    "Of complex numbers"
+    "The magnitude of complex numbers"
     def forward(self, x):
         re,im = x.chunk(2, dim=-1)
         return torch.sqrt(re*re+im*im)
@@ -253,7 +253,7 @@ class Scale(nn.Module):
     def forward(self, x): return x*self.by
 
 def backward_only(seed):
-    "The magnitudes, some 1e-4, have squares that fp16 rounds to 0, where the root has an infinite derivative"
+    "Magnitudes of about 1e-4, whose squares fp16 rounds to 0, where the square root has an infinite derivative"
     def data(n):
         x,y = classes(n)
         return 1e-4*x,y
@@ -266,12 +266,12 @@ zoo = dict(regnety=Scenario(regnety, 8, 5e-3), norm_free=Scenario(norm_free, 5, 
            tiny_loss=Scenario(tiny_loss, 30, 1e-2), broken_pixels=Scenario(broken_pixels, 8, 1e-2),
            backward_only=Scenario(backward_only, 5, 1e-2))
 
-# %% what fp32 cannot do either
+# %% trainings that fail in fp32, too
 def mlp(): return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
 
 def diverges(seed): return learner(seed, curve, mlp, F.mse_loss, r2, opt_func=SGD)
 
-bad_samples = 37,205,444 # of the training data
+bad_samples = 37,205,444 # in the training data
 
 def nan_samples(seed):
     def data(n):
@@ -284,12 +284,12 @@ hopeless = dict(diverges=Scenario(diverges, 2, 10.), nan_samples=Scenario(nan_sa
 
 # %% trainings
 def fit(learn, epochs, lr):
-    "The figure after a fit"
+    "Fits, and returns the final metric"
     with learn.no_bar(), learn.no_logging(): learn.fit(epochs, lr)
     return float(learn.recorder.values[-1][-1])
 
 def plain_fp16(learn, epochs, lr, scale='dynamic'):
-    "How a loop by torch's recipe goes, in words, and the figure at its end; with a number as `scale`, static, nothing looks for overflows"
+    "How PyTorch's usual fp16 loop ends, in words, and the final metric; a number as `scale` is static, and nothing checks for overflow"
     model,opt,half = learn.model,learn.opt_func(list(learn.model.parameters()), lr=lr),partial(torch.autocast, 'cpu', dtype=torch.float16)
     scaler = torch.amp.GradScaler('cpu', enabled=scale=='dynamic')
     factor,steps,skipped = (1 if scaler.is_enabled() else scale),0,0

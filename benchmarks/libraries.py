@@ -1,4 +1,4 @@
-"Flows of tsai and fastxtend: do they run with `to_fp16_dynamic` and `to_bf16_dynamic`, and do they end where they end without?"
+"Do programs that use tsai and fastxtend run with `to_fp16_dynamic` and `to_bf16_dynamic`, and end with the same losses as in fp32?"
 import argparse,importlib,importlib.metadata,importlib.util,io,json,math,multiprocessing,os,re,sys,tempfile,types,warnings
 from contextlib import redirect_stderr,redirect_stdout
 from functools import partial
@@ -14,7 +14,7 @@ from machine import machine
 contenders = dict(plain=None, fp16='to_fp16_dynamic', bf16='to_bf16_dynamic')
 
 def names(library, *modules):
-    "All that modules of a library hold, as attributes of one object"
+    "Everything that the given modules of a library define, as attributes of one object"
     found = [vars(importlib.import_module(f'{library}.{o}')) for o in reversed(modules)]
     return types.SimpleNamespace(**{k:v for o in found for k,v in o.items()})
 
@@ -24,20 +24,20 @@ class Steps(Callback):
 
 def last(*args): return args[-1]
 def end(learn, more=last):
-    "Where a flow ends: steps taken, losses as `Recorder` has them, predictions (with what `more` makes of the learner, if it is a tensor)"
+    "The result of a program: steps taken, losses of `Recorder`, and predictions (and `more(learn)`, if it is a tensor)"
     losses = [*map(float, learn.recorder.losses)]
     with learn.no_bar(), learn.no_logging(): preds = [o for o in (learn.get_preds()[0], more(learn)) if isinstance(o, torch.Tensor)]
     return dict(steps=learn.steps.n, losses=losses, preds=torch.cat([o.flatten().double() for o in preds]).tolist())
 def fitted(learn, epochs=2, cbs=None, **kwargs): return last(learn.fit_one_cycle(epochs, 1e-3, cbs=cbs), end(learn, **kwargs))
 def lr_find(learn, *_, **kwargs): return last(learn.lr_find(num_it=12, show_plot=False), fitted(learn))
 
-# %% tsai: a flow takes what brings a learner to half precision, and the library's names
+# %% tsai: each program takes a function that puts a learner into half precision, and the library's names
 def tsai():
     return names('tsai', 'basics', 'callback.MVP', 'callback.experimental', 'losses', 'calibration', *(f'data.{o}' for o in
         ('mixed_augmentation','mixed','tabular')), *(f'models.{o}' for o in ('MultiInputNet','TabModel','utils')))
 
 def series(n=40, classes=3, length=24):
-    "Two noisy sines each, of a frequency for each class, and indices of training and validation set"
+    "Series of two noisy sines, whose frequency depends on the class, with indices of training and validation set"
     rng,y = np.random.default_rng(0),np.arange(n)%classes
     X = np.sin(np.arange(length)*(0.3+0.3*y[:,None,None])+rng.uniform(0, 6, (n,1,1)))+0.3*rng.standard_normal((n,2,length))
     return X.astype('float32'),y,(list(range(n-16)),list(range(n-16, n)))
@@ -45,14 +45,14 @@ def tfms(t, kind): return dict(tfms=[None, getattr(t, kind)()], batch_tfms=t.TSS
 def ts_dls(t, X, y, splits, kind='TSClassification'): return t.get_ts_dls(X, y, splits=splits, **tfms(t, kind))
 
 def ts(to, t, arch='InceptionTime', number=False, classes=3, fit=fitted, more=last, **kwargs):
-    "`ts_learner` for classes, or for a number; of its arguments those that are functions make them, of tsai's names"
+    "Fits a `ts_learner`, for classes or for a number; arguments that are functions are called with tsai's names first"
     X,y,splits = series(classes=classes)
     dls = ts_dls(t, X, X.std((1,2)), splits, 'TSRegression') if number else ts_dls(t, X, y, splits)
     kwargs = {k: v(t) if callable(v) else v for k,v in kwargs.items()}
     return fit(to(t.ts_learner(dls, arch, metrics=t.mae if number else t.accuracy, **kwargs)), more=partial(more, t))
 
 def reload(to, t, cls, arch, **config):
-    "As tsai's readme has it: fit, export, load, predict"
+    "The example in tsai's README: fit, export, load, predict"
     X,y,splits = series()
     if cls=='TSForecaster': X,kind,y = X[...,:-4],'TSForecasting',X[...,-4:].copy()
     else: kind,y = ('TSRegression',X.std((1,2))) if cls=='TSRegressor' else ('TSClassification',y.astype(str))
@@ -100,7 +100,7 @@ def fastxtend():
                  *(f'optimizer.{o}' for o in ('fused','lion','sophia')), 'vision.models.xresnet')
 
 def fastxtend_old():
-    "What fastcore and torch have renamed since, under its old name: without these three, fastxtend 0.1.7 does not import as a whole"
+    "Imports all of fastxtend 0.1.7, which needs three names that fastcore and PyTorch have removed since"
     import plum
     cast,transform = (importlib.import_module(f'fasttransform.{o}') for o in ('cast','transform'))
     dispatch = types.ModuleType('fastcore.dispatch')
@@ -110,7 +110,7 @@ def fastxtend_old():
     return names('fastxtend', 'vision.all', 'multiloss', 'callback.compiler')
 
 def images(n=40, size=16):
-    "Noise, with a bar whose place and color are those of the class"
+    "Images of noise, with a bar whose place and color depend on the class"
     x = np.random.default_rng(0).integers(0, 80, (n,size,size,3)).astype('uint8')
     for i in range(n): x[i,:,i%3*5:i%3*5+5,i%3] += 150
     block = DataBlock((ImageBlock,CategoryBlock), get_x=lambda i: x[i], get_y=lambda i: 'abc'[i%3], splitter=IndexSplitter(range(n-16, n)),
@@ -119,17 +119,17 @@ def images(n=40, size=16):
 def cnn(x): return nn.Sequential(ConvLayer(3, 8, stride=2), ConvLayer(8, 16, stride=2), PoolFlatten(), nn.Linear(16, 3))
 
 def fx(to, x, cb=lambda x: None, model=cnn, fit=lambda learn,x,cbs: fitted(learn, 3, cbs), **kwargs):
-    "A small network on images; callbacks, model and arguments of `Learner` are made of fastxtend's names"
+    "Fits a small network on images; functions make callbacks, model and arguments of `Learner` from fastxtend's names"
     return fit(to(Learner(images(), model(x), **dict(dict(metrics=accuracy), **{k: v(x) for k,v in kwargs.items()}))), x, cb(x))
 def call(name, *args, **kwargs): return lambda learn,x,cbs: last(getattr(learn, name)(*args, cbs=cbs, **kwargs), end(learn))
 def explained(learn, x, cbs): return last(learn.fit(1, cbs=x.DynamoExplainCallback(print_results=False)), fitted(learn))
 def ended(learn, x, cbs):
     learn.fit(1)
-    learn.to_fp32() # fastxtend's own: it has replaced fastai's
+    learn.to_fp32() # fastxtend's own, which replaces fastai's
     if hasattr(learn, 'mixed_precision'): raise AssertionError('`to_fp32` leaves it on')
     return fitted(learn)
 def compiled(learn, x, cbs):
-    torch.cuda.get_device_capability = lambda: (7,0) # `compile` asks for a GPU's generation, whatever it compiles for
+    torch.cuda.get_device_capability = lambda: (7,0) # `compile` asks for the generation of the GPU even if there is none
     return fitted(learn.compile(backend='aot_eager'))
 def losses(x): return x.MultiLoss([CrossEntropyLossFlat, LabelSmoothingCrossEntropyFlat], weights=[1,0.5])
 def metrics(x): return [x.Accuracy(), x.Accuracy(log_metric=x.LogMetric.Train), x.F1Score(average='macro')]
@@ -162,9 +162,9 @@ of_old = {
         opt_func=lambda x: x.adam(foreach=True), cb=lambda x: [x.EMACallback(0.9), x.ProgressiveResize(**resize), x.CutMixUp()])}
 libraries = {'tsai':(tsai,of_ts), 'fastxtend as it is':(fastxtend,of_fx), 'fastxtend with three old names put back':(fastxtend_old,of_old)}
 
-# %% run them
+# %% run the programs
 def forked(f, *args, limit=None):
-    "What `f` returns in a process that has imported what this one has; `None` if it crashes, or takes more than `limit` seconds"
+    "Calls `f` in a fork of this process; returns `None` if it crashes or takes more than `limit` seconds"
     fork = multiprocessing.get_context('fork')
     here,there = fork.Pipe(duplex=False)
     p = fork.Process(target=lambda: there.send(f(*args)))
@@ -174,11 +174,11 @@ def forked(f, *args, limit=None):
     finally: p.kill(); p.join()
 
 def one(flow, of, how):
-    "Where a flow ends, or its error"
+    "The result of a program, or its error"
     from IPython.core.interactiveshell import InteractiveShell
     InteractiveShell.instance() # some of tsai's callbacks draw in a notebook
     set_seed(0)
-    if 'tsai.utils' in sys.modules: sys.modules['tsai.utils'].rng = np.random.default_rng(0) # it has one of its own
+    if 'tsai.utils' in sys.modules: sys.modules['tsai.utils'].rng = np.random.default_rng(0) # tsai has its own random generator
     learners = []
     def to(learn):
         learners.append(learn.add_cb(Steps()))
@@ -193,41 +193,49 @@ def one(flow, of, how):
     return dict(res, reruns=sum(o.n_rerun for o in mps), skipped=sum(o.n_skipped for o in mps), kept=sum(len(o.promoted) for o in mps))
 
 def apart(res, plain):
-    "What is told of a run: counts, and how far its losses (relative) and predictions are from those of the plain one"
+    "The counts of a run, and the largest difference of its losses (relative) and predictions from the unchanged run"
     if 'error' in res or 'error' in plain: return {k:v for k,v in res.items() if k not in ('losses','preds')}
-    if any(len(res[k])!=len(plain[k]) for k in ('losses','preds')): return dict(error='not as many losses or predictions as without')
+    if any(len(res[k])!=len(plain[k]) for k in ('losses','preds')): return dict(error='has other numbers of losses or predictions')
     losses,preds = [np.subtract(res[k], plain[k]) for k in ('losses','preds')]
     return dict(res, **{k: float(f'{abs(v).max():.3g}') for k,v in dict(losses=losses/plain['losses'], preds=preds).items()})
 
 def run(library, make, flows, limit):
-    "The rows of a library, which is imported here: it changes fastai"
+    "The rows of a library. It is imported here, in a process of its own, since it changes fastai"
     of,found = make(),{}
     for c,how in contenders.items():
-        if how: import fastai_amp16.all # noqa: F401 (not before: the plain ones are without)
+        if how: import fastai_amp16.all # noqa: F401 (not earlier: unchanged programs run without it)
         for o,f in flows.items(): found[o,c] = forked(one, f, of, how, limit=limit) or dict(error=f'crashed, or not done in {limit:g} s')
     return [dict(library=library, flow=o, **{c: apart(found[o,c], found[o,'plain']) for c in contenders}) for o in flows]
 
 # %% the result
 def ran(rows, c): return [r[c] for r in rows if 'error' not in r['plain'] and 'error' not in r[c]]
+def furthest(rows, c): return f"{100*max((o['losses'] for o in ran(rows, c)), default=math.nan):.2g}%"
+def claim(rows):
+    "How many programs run in half precision, and how far their losses are from fp32, in a sentence"
+    (n,far),(n_bf16,far_bf16) = ((len(ran(rows, c)),furthest(rows, c)) for c in ('fp16','bf16'))
+    return (f"Of {len(ran(rows, 'plain'))} programs that run unchanged, {n} also run with `to_fp16_dynamic`, with losses within {far} of "
+            f"those in fp32, and {n_bf16} with `to_bf16_dynamic`, within {far_bf16}")
 def table(res):
-    "Markdown: a row for each library. A distance is that of a loss to the same one of the plain flow, relative to it"
+    "A Markdown table with a row for each library. Differences of losses are relative to those of the unchanged program"
     def line(library):
         rows = [r for r in res['rows'] if r['library']==library]
-        far = ' / '.join(f"{100*max((o['losses'] for o in ran(rows, c)), default=math.nan):.2g} %" for c in ('fp16','bf16'))
         counts = ' | '.join(str(len(o)) for o in (rows,*(ran(rows, c) for c in contenders)))
-        return f"| {library} | {res['libraries'][library.split()[0]]} | {counts} | {far} |"
-    return '\n'.join(['| library | version | flows | run as they are | with `to_fp16_dynamic` | with `to_bf16_dynamic` | '
-        'largest distance of losses in fp16 / bf16 |', '|'+' --- |'*7, *map(line, dict.fromkeys(r['library'] for r in res['rows']))])
+        name = library.replace(' as it is', ', unchanged').replace(' with three old names put back', ', three removed names restored')
+        return f"| {name} | {res['libraries'][library.split()[0]]} | {counts} | {furthest(rows, 'fp16')} | {furthest(rows, 'bf16')} |"
+    head = ['library','version','programs','run unchanged','run with `to_fp16_dynamic`','run with `to_bf16_dynamic`',
+            'largest difference of a loss, fp16','largest difference of a loss, bf16']
+    lines = map(line, dict.fromkeys(r['library'] for r in res['rows']))
+    return '\n'.join([f"| {' | '.join(head)} |", '| --- | --- |'+' --: |'*6, *lines])
 def failing(res):
-    "Markdown: flows that run as they are, and not with ours"
+    "Markdown: programs that run unchanged and fail in half precision"
     rows = [(r,c) for r in res['rows'] for c in contenders if 'error' in r[c] and 'error' not in r['plain']]
     return '\n'.join(f"- {r['flow']} ({r['library']}), with `{contenders[c]}`: {r[c]['error']}" for r,c in rows)
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument('--only', nargs='*', default=[], help='parts of the names of libraries or flows')
-    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='where the result goes')
-    p.add_argument('--limit', type=float, default=300, help='seconds for a flow in one contender')
+    p.add_argument('--only', nargs='*', default=[], help='parts of the names of libraries or programs')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results')
+    p.add_argument('--limit', type=float, default=300, help='timeout in seconds for a program in one precision')
     a = p.parse_args(argv)
     have = {o: importlib.metadata.version(o) for o in ('tsai','fastxtend') if importlib.util.find_spec(o)}
     if not have: p.error('neither tsai nor fastxtend is installed')

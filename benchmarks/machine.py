@@ -1,11 +1,11 @@
-"The machine's kind, as results name it"
+"The name of the machine, as stored with the results"
 import platform
 from pathlib import Path
 import torch
 from fastai.basics import default_device
 
 def machine():
-    "The kind of GPU or CPU that trains by default, torch's version and, on a CPU, the number of threads"
+    "The name of the GPU or CPU that trains by default, the version of PyTorch and, on a CPU, the number of threads"
     version = torch.__version__.split('+')[0]
     if default_device().type=='cuda': return f'{torch.cuda.get_device_name()}, torch {version}'
     n,info = torch.get_num_threads(),Path('/proc/cpuinfo')

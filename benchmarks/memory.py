@@ -1,4 +1,4 @@
-"Peak memory of a training on a CPU, each in a process of its own, in multiples of the parameters' bytes; on a GPU, gpu.py has it"
+"Peak memory of a training on a CPU, in multiples of the size of the parameters. Each runs in its own process. For a GPU, see gpu.py"
 import argparse,json,subprocess,sys,warnings
 from pathlib import Path
 import torch
@@ -15,12 +15,12 @@ from timing import Batches
 contenders = ('to_fp32','to_bf16','to_bf16_dynamic')
 
 def peak():
-    "The most memory that this process had so far, in bytes (Linux)"
+    "The peak memory of this process so far, in bytes (on Linux)"
     line = next(o for o in Path('/proc/self/status').read_text().splitlines() if o.startswith('VmHWM'))
     return 1024*int(line.split()[1])
 
 def train(to, width, depth, bs):
-    "What three steps of an MLP add to the peak, over the bytes of its parameters: gradients, moments, activations, copies"
+    "What three steps of an MLP add to peak memory (gradients, moments, activations, copies), divided by the size of its parameters"
     ours = to=='to_bf16_dynamic'
     model = nn.Sequential(*[o for _ in range(depth) for o in (nn.Linear(width, width), nn.ReLU())], nn.Linear(width, 10))
     batches = Batches([(torch.randn(bs, width), torch.randint(10, (bs,))) for _ in range(3)])
@@ -32,10 +32,10 @@ def train(to, width, depth, bs):
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for k,default in dict(width=3072, depth=6).items(): p.add_argument('--'+k, type=int, default=default)
+    for k,default in dict(width=3072, depth=6).items(): p.add_argument('--'+k, type=int, default=default, help=f'{k} of the MLP')
     p.add_argument('--bs', type=int, nargs='+', default=[4,2048], help='batch sizes')
-    p.add_argument('--contender', choices=contenders, help='train this one only, and print its figure')
-    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    p.add_argument('--contender', choices=contenders, help='train only this one, and print its result')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results')
     a = p.parse_args(args)
     if a.contender: return print(train(a.contender, a.width, a.depth, a.bs[0]))
     def run(to, bs):
@@ -47,7 +47,7 @@ def main(args=None):
     a.out.write_text(json.dumps(res, indent=1)+'\n')
 
 def table(res):
-    "Markdown"
+    "A Markdown table"
     def line(cells): return '| '+' | '.join(cells)+' |'
     rows = [line([str(r['batch_size']), *(f'{r[o]:.2f}' for o in contenders)]) for r in res['rows']]
     return '\n'.join([line(['batch size', *(f'`{o}`' for o in contenders)]), '| --: |'+' --: |'*len(contenders), *rows])

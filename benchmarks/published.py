@@ -1,7 +1,7 @@
-"""Published failures in fp16, each with its link: where do such fits end, is the fault named, and what stays in fp32?
+"""Published failures in fp16, each with its link: do such fits end where fp32 ends, is the fault named, and what stays in fp32?
 
-The code is that of transformers and timm, the models are tiny, and their first weights random. In the middle of a fit the weights become
-such that there are the numbers of the report, in the module that it names."""
+The code comes from transformers and timm. The models are tiny, with random weights. In the middle of a fit, the weights change so
+that the numbers of the report occur in the module that it names."""
 import argparse,importlib,importlib.metadata,importlib.util,json,re,statistics,types,warnings
 from collections import namedtuple
 from itertools import chain,islice,repeat
@@ -15,14 +15,14 @@ from machine import machine
 from timing import Batches
 
 needs = 'transformers','timm'
-steps,at = 15,7 # of a fit; before which of them the weights change, counted from 0
-near = 0.02 # "where fp32 ends": a validation loss that is at most this far from fp32's, relative to it
+steps,at = 15,7 # steps of a fit; the step, counted from 0, before which the weights change
+near = 0.02 # a fit ends "where fp32 ends" if its validation loss is at most this far from that of fp32, relative to it
 
 # %% models
-d,words = 32,12 # numbers a token
+d,words = 32,12 # width, and size of the vocabulary
 
 class Headed(nn.Module):
-    "A linear layer on what `call` makes of `body` and the inputs"
+    "A linear layer on top of `call(body, inputs)`"
     def __init__(self, body, call, ni=d, c=4):
         super().__init__()
         self.body,self.head,self.call = body,nn.Linear(ni, c),call
@@ -32,7 +32,7 @@ def mean_token(body, x, **kwargs): return body(input_ids=x, attention_mask=(x!=0
 def copied(body, x): return mean_token(body, x, decoder_input_ids=x)
 
 def hf(name, call=mean_token, **kwargs):
-    "Makes a model of transformers, of the configuration `kwargs`, for sentences"
+    "A function that makes a model of transformers for sentences, with the configuration `kwargs`"
     def make():
         import transformers
         cls = getattr(transformers, name)
@@ -50,26 +50,26 @@ def llama(name, **kwargs):
 def bert(name, **kwargs): return llama(name, hidden_dropout_prob=0., attention_probs_dropout_prob=0., **kwargs)
 
 def mt5():
-    "There is no dropout but the one at fault, whose inputs must stay below 65504"
+    "A model whose only dropout is the one at fault, whose inputs must stay below 65504"
     model = t5('MT5EncoderModel', feed_forward_proj='gated-gelu')()
     model.body.encoder.block[1].layer[1].dropout.p = 0.1
     return model
 
 def pegasus():
-    "As `mt5`"
+    "A model whose only dropout is the one at fault, as in `mt5`"
     model = bart('PegasusModel')()
     model.body.encoder.layers[1].dropout = 0.1
     return model
 
 def vae_decoder():
-    "transformers has no VAE of Stable Diffusion; the decoder of Janus' VQ-VAE is of the same blocks: group norm, SiLU, convolutions"
+    "The decoder of Janus' VQ-VAE, which has the same blocks as the VAE of Stable Diffusion, which transformers does not have"
     from transformers.models.janus.configuration_janus import JanusVQVAEConfig
     from transformers.models.janus.modeling_janus import JanusVQVAEDecoder
     config = JanusVQVAEConfig(latent_channels=4, base_channels=d, channel_multiplier=[1,1], num_res_blocks=1, dropout=0.)
     return Headed(JanusVQVAEDecoder(config), lambda body,x: body(x).flatten(1), 3*4*4)
 
 def timm(module, name, **kwargs):
-    "Makes a model of timm for small images"
+    "A function that makes a model of timm for small images"
     def make(): return getattr(importlib.import_module(f'timm.models.{module}'), name)(num_classes=4, **kwargs)
     return make
 
@@ -79,7 +79,7 @@ def vit():
     return model
 
 def efficientvit():
-    "As it was before timm computed its attention in fp32"
+    "EfficientViT before timm computed its attention in fp32"
     model = timm('efficientvit_mit', 'EfficientVit', widths=(8,8,8,16), depths=(1,1,1,1), head_dim=8, head_widths=(16,16))()
     def attn(self, q, k, v):
         out = q@(k.transpose(-1, -2)@v)
@@ -92,9 +92,9 @@ def efficientvit():
 def latents(n): return hostile.classes(n, (4,2,2))
 def images(n, size=16): return hostile.classes(n, (3,size,size))
 
-# %% faults: of a model and the inputs of a fit they make what changes the weights
+# %% faults: each takes a model and the inputs of a fit, and returns a function that changes the weights
 def peaks(tops):
-    "Modules' parameters grow until the largest number that comes out of each is that of `tops`, by name in the order of execution"
+    "Scales the parameters of modules until their largest outputs are those in `tops`, which has names in order of execution"
     def top(model, m, x):
         found = []
         with m.register_forward_hook(lambda m,args,out: found.append(out.abs().max().item())), torch.no_grad(): model.eval()(x)
@@ -115,7 +115,7 @@ def peaks(tops):
     return fault
 
 def offset(rows, value):
-    "Some numbers of queries and keys become `value` for each token: large in the scores, and nothing to the softmax; `rows` by layer"
+    "Sets some elements of queries and keys to `value` for all tokens: the scores get large, the softmax stays the same; `rows` by layer"
     def fault(model, x):
         def change():
             for n,o in rows.items():
@@ -126,7 +126,7 @@ def offset(rows, value):
     return fault
 
 def no_channel(model, x):
-    "A channel of the queries becomes 0"
+    "Sets a channel of the queries to 0"
     def change():
         m = model.blocks[1].attn.qkv
         m.weight.data[3],m.bias.data[3] = 0,0
@@ -148,22 +148,24 @@ def feed_forward(**tops): return peaks({f'{layer}.{k}': v for k,v in tops.items(
 def fc2(top): return peaks({'body.encoder.layers.1.fc1': 180, 'body.encoder.layers.1.fc2': top})
 def q_and_k(name, value=320, **rows): return offset({f'{name}.{k}': v for k,v in rows.items()}, value)
 
-# where: what reports have to name, as patterns: the module, and the operation if that is in its own code
+# where: patterns of the module that a report has to name, and of the operation if it is in the module's own code
 Failure = namedtuple('Failure', 'link says where make fault data lr', defaults=(nothing,hostile.sentences,1e-3))
 failures = {
-    'T5': Failure(f'{hub}/huggingface/transformers/issues/5651', '`wo` of a feed-forward layer gives 66246',
+    'T5': Failure(f'{hub}/huggingface/transformers/issues/5651', '`wo` of a feed-forward layer outputs 66246',
         (r'.*\.DenseReluDense\.wo',''), t5('T5EncoderModel'), feed_forward(wi=180, wo=2e5)),
-    'mT5': Failure('https://huggingface.co/docs/transformers/v5.9.0/debugging', 'the dropout after a feed-forward layer, which gives 62700',
+    'mT5': Failure('https://huggingface.co/docs/transformers/v5.9.0/debugging',
+        'the dropout after a feed-forward layer whose output reaches 62700',
         (r'.*\.layer\.1\.dropout',''), mt5, feed_forward(wi_0=20, wi_1=20, wo=6.2e4), lr=1e-4),
-    'LongT5': Failure(f'{hub}/huggingface/transformers/issues/17978', 'the loss is always NaN (nothing more; the code has a mask of -1e10)',
+    'LongT5': Failure(f'{hub}/huggingface/transformers/issues/17978',
+        'the loss is always NaN (no module named; the code has a mask of -1e10)',
         (r'.*\.LocalSelfAttention','add'), long_t5),
     'LongT5, feed-forward': Failure(f'{hub}/huggingface/transformers/pull/19229', 'the feed-forward layer, `LongT5LayerFF`',
         (r'.*\.layer\.1(\..*)?','.*'), long_t5, feed_forward(wi=180, wo=2e5)),
-    'Pegasus': Failure(f'{hub}/huggingface/transformers/issues/12225', '`PegasusEncoderLayer`, after an `fc2` that gives 60600',
+    'Pegasus': Failure(f'{hub}/huggingface/transformers/issues/12225', '`PegasusEncoderLayer`, after an `fc2` that outputs 60600',
         (r'.*\.encoder\.layers\.1','dropout'), pegasus, fc2(6.2e4), lr=1e-4),
-    'BART': Failure(f'{hub}/huggingface/transformers/pull/7243', 'an encoder layer is about to return infinity',
+    'BART': Failure(f'{hub}/huggingface/transformers/pull/7243', 'an encoder layer would return infinity',
         (r'.*\.encoder\.layers\.1(\..*)?','.*'), bart('BartModel'), fc2(2e5)),
-    'Gemma 3': Failure(f'{hub}/huggingface/transformers/issues/39972', 'what RMS norms give, and the sums with it',
+    'Gemma 3': Failure(f'{hub}/huggingface/transformers/issues/39972', 'the outputs of RMS norms, and their sums',
         (r'.*\.post_feedforward_layernorm','.*'), llama('Gemma3TextModel', **full), large_norm),
     'Gemma 4': Failure(f'{hub}/unslothai/unsloth-zoo/pull/600', 'the product that goes into `mlp.down_proj`',
         (r'.*\.mlp(\.down_proj)?','mul|linear'), llama('Gemma4TextModel', **gemma_4),
@@ -180,29 +182,29 @@ failures = {
         (r'.*\.attn','matmul'),
         hf('GPT2Model', n_embd=d, n_layer=2, n_head=2, embd_pdrop=0., attn_pdrop=0., resid_pdrop=0., use_cache=False),
         q_and_k('body.h.1.attn', c_attn=[15,31,47,63])),
-    'BLOOM': Failure(f'{hub}/huggingface/transformers/pull/18185', 'attention scores of infinity, before the softmax',
+    'BLOOM': Failure(f'{hub}/huggingface/transformers/pull/18185', 'infinite attention scores before the softmax',
         (r'.*\.self_attention','baddbmm'), hf('BloomModel', hidden_size=d, n_layer=2, n_head=2, use_cache=False),
         q_and_k('body.h.1.self_attention', 640, query_key_value=[15,31,63,79])),
-    'DeBERTa': Failure(f'{hub}/autogluon/autogluon/pull/4732', 'the mask of attention: a value cannot be converted to half',
+    'DeBERTa': Failure(f'{hub}/autogluon/autogluon/pull/4732', 'the attention mask: a value cannot be converted to half',
         (r'.*\.attention\.self','masked_fill'), bert('DebertaModel', **apart)),
-    'mDeBERTa': Failure(f'{hub}/huggingface/transformers/pull/24116', 'an overflow in training (nothing more)',
+    'mDeBERTa': Failure(f'{hub}/huggingface/transformers/pull/24116', 'an overflow in training (no module named)',
         (r'.*\.attention\.self','bmm'), bert('DebertaV2Model', position_buckets=4, share_att_key=True, **apart),
         q_and_k('body.encoder.layer.1.attention.self', query_proj=[15,31], key_proj=[15,31])),
-    'SDXL VAE': Failure('https://huggingface.co/madebyollin/sdxl-vae-fp16-fix', 'activations inside are too big',
+    'SDXL VAE': Failure('https://huggingface.co/madebyollin/sdxl-vae-fp16-fix', 'activations inside the decoder are too large',
         (r'body\.(mid|up)\..*','.*'), vae_decoder, peaks({'body.up.0.block.0.conv2': 2e5}), latents, 3e-4),
     'ViT-L': Failure(f'{hub}/LTH14/mage/issues/26', 'attention',
         (r'blocks\.1\.attn','matmul'), vit, q_and_k('blocks.1.attn', 640, qkv=[15,31,47,63]), images),
     'XCiT': Failure(f'{hub}/pytorch/pytorch/issues/32137', 'the eps of `F.normalize`, 1e-12, is 0 in half precision',
         (r'blocks\.1\.attn','div|normalize'),
         timm('xcit', 'Xcit', img_size=16, patch_size=8, embed_dim=d, depth=2, num_heads=2, cls_attn_layers=1), no_channel, images),
-    'EfficientViT': Failure(f'{hub}/mit-han-lab/efficientvit/issues/15', 'the matmuls of attention, and its division',
+    'EfficientViT': Failure(f'{hub}/mit-han-lab/efficientvit/issues/15', 'the matmuls and the division in attention',
         (r'.*\.context_module\.main','matmul|div'), efficientvit, peaks({'stages.2.blocks.1.context_module.main.qkv.conv': 60}),
         lambda n: images(n, 32)),
 }
 
 # %% a fit
 class Changing(Batches):
-    "Batches of a fit; before the one with the number `at` come, `change` is called"
+    "Batches of a fit; calls `change` before the batch with number `at`"
     change = None
     def __iter__(self):
         for i,o in enumerate(super().__iter__()):
@@ -210,7 +212,7 @@ class Changing(Batches):
             yield o
 
 def learner(name):
-    "A fit of `steps` batches, with the fault"
+    "A learner for a fit of `steps` batches, with the fault"
     f = failures[name]
     learn = hostile.learner(0, f.data, f.make, n=128, n_valid=64, bs=16)
     batches = Changing(list(islice(chain.from_iterable(repeat(learn.dls.train)), steps)))
@@ -219,7 +221,7 @@ def learner(name):
     return learn
 
 class Healed(Callback):
-    "Of each batch after which more stays in fp32 than before: the batch, the model before it, and what stayed in fp32 before"
+    "Records each batch that is healed, with the model before it, and with what stayed in fp32 before it"
     order = 99
     def __init__(self): self.found = []
     def before_batch(self):
@@ -235,14 +237,14 @@ class Healed(Callback):
                                    reports=mp.reports[now['reports']:]))
 
 def fit(learn):
-    "The validation loss after a fit, computed in fp32"
+    "Fits, and returns the validation loss, computed in fp32"
     set_seed(0, reproducible=True)
     with learn.no_bar(), learn.no_logging():
         learn.fit(1, learn.lr)
         return float(learn.to_fp32().validate()[0])
 
 def least(name, o):
-    "Of what stays in fp32 since the batch `o`: what is not needed, and what suffices, of some modules their own code"
+    "What stays in fp32 since the batch `o`: the part that is not needed, and a set that suffices, with only the own code of some modules"
     learn = learner(name).to_fp16_dynamic(keep_fp32=o['before'], init_scale=o['scale'])
     learn.model.load_state_dict(o['state'])
     with training_case(learn, o['batch']) as case:
@@ -265,7 +267,7 @@ def in_half(layers, promoted):
     return sum(not any(n==p or n.startswith(p+'.') for p in promoted if not p.endswith('.')) for n in layers)
 
 def healing(name):
-    "A fit with `to_fp16_dynamic`: its learner, its validation loss, the batches that healed, and the pause that these made, in steps"
+    "A fit with `to_fp16_dynamic`: its callback and model, validation loss, healed batches, and the longest pause to heal, in steps"
     learn = learner(name).to_fp16_dynamic().add_cb(healed := Healed())
     batches,mp,loss = learn.dls.train,learn.mixed_precision,fit(learn)
     times,at = [b-a for a,b in zip(batches.times, batches.times[1:])],[o['i'] for o in healed.found]
@@ -273,7 +275,7 @@ def healing(name):
     return mp,learn.model,loss,healed.found,max((times[i] for i in at), default=0.)/statistics.median(ordinary)
 
 def rounding(name, promoted):
-    "The validation loss of a fit in fp32, with the outputs of the layers that are not `promoted` rounded to half precision"
+    "The validation loss of a fit in fp32 that rounds the outputs of all layers but the `promoted` ones to half precision"
     learn = learner(name)
     def rounded(m, args, out): return out+(out.half().to(out.dtype)-out).detach()
     for n in weighted(learn.model):
@@ -281,7 +283,7 @@ def rounding(name, promoted):
     return fit(learn)
 
 def row(name):
-    "All that is told of a failure"
+    "The results for a failure"
     f,fp32,plain = failures[name],fit(learner(name)),hostile.plain_fp16(learner(name), 1, failures[name].lr)[0]
     (mp,model,loss,healed,_),*_ = runs = [healing(name) for _ in range(3)]
     layers,reports,sets = weighted(model),[r for r in mp.reports if r.producer is not None],[least(name, o) for o in healed]
@@ -297,34 +299,42 @@ def row(name):
 def ends(r): return r['distance']<=near and not r['skipped']
 
 def claim(rows):
-    "How many end well, in a sentence"
+    "How well the fits end, in a sentence"
     def of(f): return f'{n} of {len(rows)}' if (n := sum(map(f, rows)))<len(rows) else f'all {n}'
-    res = (f"Of these fits, {of(ends)} end where fp32 ends; {of(lambda r: r['named'])} faults are named; "
-           f"{of(lambda r: not r['spare'])} sets of modules that stay in fp32 have none to spare")
-    more = sum(r['could_be']>r['half'] for r in rows)
-    if more: res += f", though in {more} of them a module's own code would do, without its layers"
-    far = [100*r['rounding'] for r in rows if not ends(r)]
-    if far: res += (". The others differ by rounding, not by range: a fit in fp32 ends "+' to '.join(f'{f(far):.2g}' for f in (min,max))+
-                    " % away as well once the outputs of the layers that ours computes in half precision are rounded to it")
-    return res
+    return (f"With `to_fp16_dynamic`, {of(ends)} fits end where fp32 ends, {of(lambda r: r['named'])} published faults are named, and in "
+            f"{of(lambda r: not r['spare'])} fits, every module that stays in fp32 is needed there")
+
+def _span(xs): return f'{min(xs):.2g}%'+f' to {max(xs):.2g}%'*(len(xs)>1)
+def explained(rows):
+    "What is behind the fits that end elsewhere, or that keep more in fp32 than they have to, in sentences"
+    res,rest,more = [],[r for r in rows if not ends(r)],sum(r['could_be']>r['half'] for r in rows)
+    if rest:
+        distance,alone = (_span([100*r[k] for r in rest]) for k in ('distance','rounding'))
+        res += [f"The other {len(rest)} {'end' if len(rest)>1 else 'ends'} {distance} away.",
+                "Rounding alone leads away from fp32, too: an fp32 fit that rounds the outputs of the same layers to half precision ends "
+                f"{alone} away."]
+    if more: res.append(f"In {more} of {len(rows)} fits, it would be enough to keep only a module's own code in fp32, without its layers.")
+    return ' '.join(res)
 
 def table(res):
-    "Markdown"
+    "A Markdown table"
     def line(r):
+        says = failures[r['name']].says if r['name'] in failures else r['says']
+        plain = re.sub(r'^raises (.*)', r'raises "\1"', r['plain'])
         what = '; '.join(f"{'`'+o['op']+'` in ' if o['op'] else ''}`{o['producer']}`" for o in r['reports'])
         well,named,spare = ['yes' if o else 'no' for o in (ends(r),r['named'],not r['spare'])]
-        far,alone = [f"{100*r[k]:.2g} %" for k in ('distance','rounding')]
+        far,alone = [f"{100*r[k]:.2g}%" for k in ('distance','rounding')]
         kept = f"{r['half']} of {r['layers']}"+f" ({r['could_be']} could)"*(r['could_be']>r['half'])
-        return (f"[{r['name']}]({r['link']})",r['says'],r['plain'],f'{well}, {far}',alone,f'{named}: {what}',kept,spare,
+        return (f"[{r['name']}]({r['link']})",says,plain,f'{well}, {far}',alone,f'{named}: {what}',kept,spare,
                 f"{r['pause']:.0f}")
-    head = ('', 'as published', 'autocast and `GradScaler`', 'ends where fp32 ends', 'by rounding alone', 'named',
-            'layers in half precision, after', 'none to spare', 'pause, steps')
+    head = ('model', 'published fault', 'with autocast and `GradScaler`', 'ends where fp32 ends?', 'distance by rounding alone',
+            'is the fault named?', 'layers in half precision after healing', 'is every fp32 module needed?', 'pause, steps')
     return '\n'.join('| '+' | '.join(o)+' |' for o in (head, ['---']*4+['--:','---','--:','---','--:'], *map(line, res['rows'])))
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument('--only', nargs='*', choices=failures, default=list(failures), metavar='NAME', help='which failures')
-    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='where the result goes')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results')
     a = p.parse_args(argv)
     if missing := [o for o in needs if not importlib.util.find_spec(o)]: p.error(f"{' and '.join(missing)} must be installed")
     torch.set_num_threads(1)
@@ -332,7 +342,7 @@ def main(argv=None):
         warnings.simplefilter('ignore')
         rows = [row(o) for o in a.only]
     res = dict(machine=machine(), steps=steps, near=near, libraries={o: importlib.metadata.version(o) for o in needs}, rows=rows)
-    print(claim(rows), table(res), sep='.\n\n')
+    print(f'{claim(rows)}. {explained(rows)}', table(res), sep='\n\n')
     a.out.write_text(json.dumps(res, indent=1)+'\n')
 
 if __name__=='__main__': main()

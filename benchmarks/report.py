@@ -1,5 +1,5 @@
-"benchmarks/README.md, from the JSON files that the scripts wrote: every number in it is one of theirs"
-import json,statistics
+"Makes benchmarks/README.md from the JSON files of the benchmarks: every number of a result comes from them"
+import json,re,statistics,textwrap
 from pathlib import Path
 import accumulation,bf16_cpu,compatibility,compiled,convergence,cuda_dispatch,diagnosis,doctor,fp16_cpu,gpu,libraries,memory
 import published,scale_policy,short_fits,step_cost
@@ -8,330 +8,479 @@ here = Path(__file__).parent
 gpu_results = here/'gpu.json'
 def read(name): return json.loads((here/f'{name}.json').read_text())
 
-scripts = {
-    'short_fits': 'where short fits end, by running batches again and by skipping steps',
-    'accumulation': 'what is kept for running accumulated batches again',
-    'step_cost': 'what a step costs where launches do: milliseconds, operators, host reads',
-    'compiled': 'what a step of a compiled model costs',
-    'cuda_dispatch': 'kernels and casts of a forward pass on a GPU, counted without one',
-    'gpu': 'samples per second and peak memory of whole trainings, on a GPU',
-    'bf16_cpu': 'bf16 next to fp32, on a CPU',
-    'fp16_cpu': 'what convolutions in half precision cost on a CPU',
-    'memory': 'peak memory, on a CPU',
-    'scale_policy': 'policies of loss scaling, replayed (`--record`: recorded anew)',
-    'convergence': 'where trainings end, next to fp32',
-    'scaling': 'how the cost grows with the number of tensors and with their size',
-    'diagnosis': 'what reports, healing and being able to run batches again cost',
-    'doctor': 'what `fp16_doctor` says of healthy and of hostile models, and how many steps it takes',
-    'compatibility': "which cells of fastai's own notebooks pass, as they are and with each learner in half precision",
-    'published': 'published failures in fp16, rebuilt with the code of transformers and timm (which it needs)',
-    'libraries': 'flows of tsai and fastxtend, as they are and in half precision',
-    'survival': 'what trainings and events are survived: the table of the [README](../README.md#what-survives)'}
+# group: script: (the question that it answers, titles of its sections)
+contents = {
+    'Accuracy': {
+        'short_fits': ('Do short fits end where fp32 ends?', ['Short fits']),
+        'convergence': ('Do whole trainings end where fp32 ends?', ['Whole trainings']),
+        'published': ('What happens to published failures in fp16? (needs transformers and timm)', ['Published failures']),
+        'scale_policy': ('Which policy moves the loss scale best? (`--record` records new gradients)', ['Policies for the loss scale'])},
+    'Speed': {
+        'step_cost': ('How long does a step take?', ['Time per step']),
+        'compiled': ('How long does a step of a compiled model take?', ['Time per compiled step']),
+        'cuda_dispatch': ('How many kernels does a forward pass launch on a GPU? (needs no GPU)', ['Kernels of a forward pass on a GPU']),
+        'scaling': ('How does the cost grow with the number of tensors and their size?', ['Cost by number and size of tensors']),
+        'gpu': ('How fast are whole trainings on a GPU, and how much memory do they take?', ['Whole trainings on a GPU']),
+        'bf16_cpu': ('How fast is bf16 on a CPU?', ['bf16 on a CPU']),
+        'fp16_cpu': ('How slow are fp16 convolutions on a CPU?', ['fp16 convolutions on a CPU'])},
+    'Memory': {
+        'memory': ('How much memory does a training take on a CPU?', ['Peak memory on a CPU']),
+        'accumulation': ('How much memory does gradient accumulation take?', ['Memory of accumulated batches'])},
+    'Diagnosis and healing': {
+        'diagnosis': ('What do reports and healing cost?', ['Comparisons with fp32 and reports', 'Healing', 'Memory of a diagnosis']),
+        'doctor': ('Does `fp16_doctor` warn about the right models?', ['The doctor'])},
+    'Compatibility': {
+        'compatibility': ("Do fastai's own notebooks pass in half precision?", ["fastai's own notebooks"]),
+        'libraries': ('Do programs that use tsai and fastxtend run?', ['tsai and fastxtend']),
+        'survival': ('Which difficult trainings and events does a fit survive?', ['../README.md#what-survives'])}}
+
+def _anchor(title): return '#'+re.sub(r'[^\w -]', '', title.lower()).replace(' ', '-')
+
+def _result(title):
+    "A link to a section of this page, or to another page"
+    return f'[in the README]({title})' if '/' in title else f'[{title}]({_anchor(title)})'
 
 def _intro():
-    rows = '\n'.join(f'| `{k}.py` | {v} |' for k,v in scripts.items())
+    rows = []
+    for group,scripts in contents.items():
+        rows.append(f'| **[{group}]({_anchor(group)})** | | |')
+        rows += [f"| `{k}.py` | {question} | {', '.join(map(_result, titles))} |" for k,(question,titles) in scripts.items()]
+    rows = '\n'.join(rows)
     return f"""<!-- made by benchmarks/report.py -->
 # Benchmarks
 
-Each script writes a JSON file, and a picture where there is one, next to it; `python benchmarks/report.py` makes this page of them.
-Where times are compared, contenders take turns in one process, so that what the machine does meanwhile happens to all of them; times are
-medians with quartiles, ratios are medians of ratios within a round. No test asserts a time.
+How close does `to_fp16_dynamic` stay to fp32, and what does it cost? Each section begins with the result, and then says how it was
+measured. Where a goal was missed, it says so.{'' if gpu_results.exists() else ' So far, all times and memory were measured on a CPU.'}
 
-| `uv run python benchmarks/…` | shows |
-| --- | --- |
+| script | question | result |
+| --- | --- | --- |
 {rows}
 
-fastai's own classes have `'cuda'` built in; on a CPU they run with `'cpu'` in its place ([fastais.py](fastais.py))."""
+To run a benchmark in a clone of this repository, and to update this page:
 
-# %% running again
+```bash
+uv run python benchmarks/short_fits.py
+uv run python benchmarks/report.py
+```
+
+Each script writes a JSON file with its name, and some also draw a chart. All results on this page come from these files.
+
+How times are compared:
+
+- All contenders take turns in one process, so that changes in the speed of the machine affect all of them.
+- Times are medians, with quartiles in parentheses. A ratio is the median of the ratios within each round.
+- On a CPU, fastai's own classes run with `'cpu'` in place of their hard-coded `'cuda'` ([fastais.py](fastais.py))."""
+
+def _and(xs):
+    *xs,last = map(str, xs)
+    return f"{', '.join(xs)} and {last}" if xs else last
+
+def _group(name): return lambda: f'## {name}'
+
+def _span(xs, spec='.2f'):
+    xs = [*xs]
+    return f'{min(xs):{spec}} to {max(xs):{spec}}'
+
+# %% accuracy
 def _short():
     res = read('short_fits')
-    return f"""## Where short fits end
+    return f"""### Short fits
 
 {short_fits.claim(res['rows'])}.
 
-![distance to fp32 after 15, 50 and 150 steps](short_fits.png)
+![Distance from the loss of fp32 after 15, 50 and 150 steps: fits that run batches again end nearer](short_fits.png)
 
-{res['machine']}. {res['seeds']} seeds; the same seed gives the same data, weights, batches and dropout to all. The distance is that of the
-validation loss, computed in fp32, to the one of a fit in fp32; means over seeds, and the furthest in parentheses. "Skipping" is
-`to_fp16_dynamic(rerun=False)`, from the same first scale, which skips a step as torch's `GradScaler` does.
+The baseline is a fit in fp32 with the same data, weights, batches and dropout. The distance is that between the validation losses, computed
+in fp32. The table shows the mean over {res['seeds']} seeds and, in parentheses, the largest distance. {res['machine']}.
+
+"Skipping" is `to_fp16_dynamic(rerun=False)`, which starts from the same loss scale and skips steps like PyTorch's `GradScaler`.
 
 {short_fits.table(res)}"""
-
-def _accumulated():
-    res = read('accumulation')
-    n,size = res['accumulation'],res['size']
-    return f"""## What is kept of accumulated batches
-
-{res['machine']}. Before a step that accumulates the gradients of {n} batches, the inputs and targets of all of them are kept, up to 1 GiB;
-beyond that a step that overflows is skipped. Images of 3 × {size} × {size} numbers in fp32, and by how much the peak of the process is
-above that of `to_fp16_dynamic(rerun=False)`.
-
-{accumulation.table(res)}"""
-
-# %% time
-def _met(rows, key, goal):
-    "In how many of `rows` a goal is met"
-    return f"the goal of {goal:.2f} is met in {sum(r[key][1]<=goal for r in rows)} of {len(rows)} rows"
-
-def _overheads(rows):
-    "Of ours, over what it is measured against, in sentences"
-    ours = [r for r in rows if r['contender']==step_cost.own]
-    def span(key): return f"{min(r[key][1] for r in ours):.2f} to {max(r[key][1] for r in ours):.2f}"
-    plain,careful = [f"{span(k)} ({_met(ours, k, 1.05)})" for k in ('over_floor','over_careful_floor')]
-    return f"""Ours takes {span('over_to_fp16')} of the time of fastai's `to_fp16` (the goal was 0.60), and of the floor
-{plain}; of the floor with norms in fp32, {careful}"""
-
-def _steps():
-    res = read('step_cost')
-    tensors = ', '.join(str(r['tensors']) for r in res['rows'][:3*len(step_cost.stacks):len(step_cost.stacks)])
-    return f"""## What a step costs
-
-{res['machine']}, {res['rounds']} rounds of {res['steps']} steps. {tensors} tensors, most of them of 16 × 16 elements: what is measured is
-mostly the launching of operators. The floor is the loop written by hand (autocast, `GradScaler`, fused AdamW, clipping) plus fastai's
-loop and callbacks around nothing. CPUs lose digits in half-precision norms, and on a CPU ours alone casts to fp32 around them: the second
-loop written by hand does so, too. (On a GPU batch norms need no cast, and autocast casts around layer norms by itself.)
-
-{step_cost.table(res)}
-
-{_overheads(res['rows'])}. What is left is noting the start of each step, so that it can run again, and stand-ins that come and go.
-Rest of the step means all that is dispatched outside forward and backward pass: unscaling, clipping, the check for overflow,
-the optimizer, noting what the batch may change, and fastai's own bookkeeping. Reads are those of numbers;
-on a GPU fastai's `Recorder` copies the loss besides, once a batch, in all rows of fastai's loop.
-`to_non_native_fp16` runs with `clip=1` and `max_loss_scale=2**16`, since it would skip the first steps of each fit at its 2^24. In its
-16th step and every 256th from there on ours runs the batch once more; medians do not see that, [diagnosis.json](diagnosis.json) does."""
-
-def _compiled():
-    res = read('compiled')
-    ours = [r['over_hand'][1] for r in res['rows'] if r['compiled'] and r['contender']==compiled.own]
-    widths = ', '.join(str(r['width']) for r in res['rows'][::2*len(compiled.stacks)])
-    return f"""## What a compiled step costs
-
-{res['machine']}, {res['rounds']} rounds of {res['steps']} steps at batch size {res['batch_size']}: the three models of above,
-{widths} wide, before and after `torch.compile` ({res['backend']}). The loop written by hand is the one of above. A step of ours takes
-{min(ours):.3f} to {max(ours):.3f} of its time; the goal was 1.05.
-
-{compiled.table(res)}"""
-
-def _dispatch():
-    res = read('cuda_dispatch')
-    return f"""## Kernels of a forward pass on a GPU
-
-Counted with torch {res['torch']} on fake CUDA tensors, which have device, dtype and layout but no data; autocast treats them as it
-does on a GPU. In parentheses: casts between fp32 and half precision. Models are in training mode. Attention counts as one kernel,
-and so do up to 64 tensors, or 320 blocks of 65,536 elements, of a multi-tensor operation.
-
-{cuda_dispatch.table(res)}
-
-autocast casts each weight by itself, ours all of them by multi-tensor operations of up to 25 MiB, which is most of the difference.
-Besides these, ours casts what comes in, and around norms whose kernels need fp32 weights or keep their statistics in the dtype of their
-input: layer norms with weights, group norms, RMS norms. Batch norms and instance norms read half precision and compute in
-fp32. The casts before a softmax and after it are autocast's."""
-
-def _diagnosis():
-    res = read('diagnosis')
-    look,report = [f'{q[1]:.2g} ({q[0]:.2g} to {q[2]:.2g})' for q in (res['look_in_steps'],res['report_in_steps'])]
-    after,over,rows = res['afterwards'],res['afterwards']['over'],res['by_depth']
-    def times(k): return f'{over[k][1]:.2f} ({over[k][0]:.2f} to {over[k][2]:.2f})'
-    def weight(k): return (after['added']['healed'][1]-after['added']['healed'][0])/(after['added'][k][1]-after['added'][k][0])
-    shares = {k: half/layers for k,(half,layers) in res['hostile'].items()}
-    least,average = min(shares, key=shares.get),statistics.mean(shares.values())
-    met = [sum(r[k]<=diagnosis.goals(r['blocks'])[i] for r in rows) for i,k in enumerate(('passes','pause'))]
-    return f"""## What a look and a report cost
-
-{res['machine']}, {res['rounds']} rounds. {res['depth']} linear layers of {res['width']} numbers, {res['steps']} steps of
-{res['ms_per_step']:.1f} ms at batch size {res['bs']}. A fit that could run batches again, and does not have to, takes
-{res['fit_with_over_without']:.3f} times as long as one under `rerun=False`, the looks at its
-predictions included. Such a look (does fp32 predict the same?) takes
-{look} steps, a whole report with a row for each module {report}.
-
-## What healing costs
-
-Transformers of small blocks, each with six linear layers, whose first batch gives numbers beyond 65504 in the middle block or in all.
-Passes are forward passes of the step that heals, less the one that any step has; its pause is its time in ordinary steps of the
-same fit. Medians of {res['fits']} fits, and one fit of 96 blocks. The goals are 12+6·log2(blocks) passes, and 60 steps, 80 at 96
-blocks; in bold what misses them. {met[0]} of {len(rows)} meet the first, {met[1]} the second.
-
-{diagnosis.depth_table(rows)}
-
-After the {len(shares)} trainings of [hostile.py](hostile.py), {100*average:.0f} % of linear layers and convolutions compute in half
-precision on average: {100*shares[least]:.0f} % in `{least}`, all in {list(shares.values()).count(1)} of them.
-
-After healing, with attention scores beyond 65504 in all of {after['blocks']} blocks, {after['in_half']} of {after['layers']} linear layers
-compute in half precision. A step takes {times('fp32')} of the time of one in fp32, and {times('fp16')} of that
-without the fault in fp16: PyTorch has no fast kernels for fp16 on a CPU. A fit that starts with the same in fp32 adds
-{weight('fp32'):.2f} times as much to the peak of its process as one in fp32 does, and {weight('fp16'):.2f} times as much as one without
-the fault in fp16.
-
-Memory, each in a process of its own, with the ordinary allocator: four steps of four blocks (a linear layer, a ReLU, and squares in own
-code) whose activations have {res['samples']*64*4/2**20:.0f} MiB each in fp32, half of that in fp16. The diagnosis is of a batch that
-overflows in the first block, and heals it; the report is `learn.diagnose_fp16()` after a fit. Peaks are those of the whole process, for
-which the goal is 1.5 times that of a fit in fp16; "added" is without what the process had before the fit (torch, fastai and the data).
-Diagnosis and report run the batch in fp32 as well, whose activations take twice as much.
-
-{diagnosis.memory_table(res['memory'])}"""
-
-def _doctor():
-    res = read('doctor')
-    versions = ', '.join(f'{k} {v}' for k,v in res['libraries'].items())
-    return f"""## What the doctor says before training
-
-{res['machine']}; {versions}. `fp16_doctor` on one batch of noise, of architectures with fresh weights, by the worst that it finds in the
-model; what it says of optimizer and device does not count. Hostile are the trainings of [hostile.py](hostile.py), some hazards in a few
-lines, and architectures that fp16 cannot do: DeBERTa's mask raises, LongT5's adds -1e10, and torchvision's Swin v2 divides by the norm of
-padding where its windows do not fit.
-
-{doctor.table(res)}
-
-{doctor.alarms(res)} (`rms` is kept in fp32 by its name, and `tiny_loss` needs a loss scale, which it has.)
-
-Its time in steps of a fit in fp16, after a first call: {doctor.times(res)}."""
-
-def _gpu():
-    found = "There is no result yet: no GPU was at hand. What the script does is tested with toys on a CPU."
-    if gpu_results.exists():
-        res = json.loads(gpu_results.read_text())
-        found = '\n'.join([f"{res['machine']}.\n", gpu.head(), *map(gpu.line, res['rows']), '\n![throughput](gpu.png)'])
-    return f"""## Real work, on a GPU
-
-Whole trainings with `fit_one_cycle` by fastai, by this package, by Lightning and by Accelerate, the same models from the same weights,
-at two batch sizes: `uv run python benchmarks/gpu.py` (nine minutes on a large GPU; `--bs 8 32` for a T4).
-
-{found}"""
-
-def _bf16():
-    res,without = read('bf16_cpu'),read('bf16_cpu_without')
-    worst = min(r['ours'][1] for r in res['rows'])
-    return f"""## bf16 on a CPU
-
-{res['machine']}, which has instructions for bf16. The goal was 1.8 times where plain torch reaches 2; the least here is {worst:.2f}.
-
-{bf16_cpu.table(res)}
-
-The same CPU, told not to use these instructions (`ONEDNN_MAX_CPU_ISA={without['limited_to']}`), as one that lacks them; of such a one
-`fp16_doctor` says so.
-
-{bf16_cpu.table(without)}"""
-
-def _fp16():
-    res = read('fp16_cpu')
-    return f"""## fp16 convolutions on a CPU
-
-{res['machine']}, {'with' if res['bf16'] else 'without'} instructions for bf16. PyTorch has no
-fast kernels for fp16 there, which the first fit warns of.
-
-{fp16_cpu.table(res)}"""
-
-def _growth():
-    res = read('scaling')
-    few,many,large = (res[k][i] for k,i in (('by_number',0),('by_number',-1),('by_size',-1)))
-    return f"""## How the cost grows
-
-{res['machine']}. What mixed precision adds to a step, in fastai's loop and in one by hand: casts of weights and gradients, unscaling, norm
-and check, and for ours fastai's events. The optimizer does nothing here, there is no arithmetic, and the time of the same loop without
-mixed precision is subtracted.
-
-![cost by number of tensors and by size](scaling.png)
-
-With {few['tensors']} small tensors it is {few['ours'][1]:.2g} ms (by hand {few['by_hand'][1]:.2g} ms), nearly all of it Python and fastai's
-events, with {many['tensors']:,} tensors {many['ours'][1]:.0f} ms ({many['by_hand'][1]:.0f} ms). With {large['elements']:,} elements it is
-{large['ours'][1]:.0f} ms ({large['by_hand'][1]:.0f} ms), and one copy of as many bytes takes {large['copy'][1]:.0f} ms."""
-
-# %% the rest
-def _memory():
-    res = read('memory')
-    return f"""## Memory
-
-{res['machine']}. What three training steps of an MLP of {res['parameters']/1e6:.0f}M parameters add to the peak of the process, in
-multiples of the parameters' bytes in fp32; `Adam` and `GradientClip` with fastai's, `AdamW16` and `GradientNormClip` with ours.
-Half-precision gradients turn into fp32 in parts of 25 MiB, as soon as they are there, and are kept no longer than until the step.
-
-{memory.table(res)}"""
-
-def _policies():
-    res = read('scale_policy')
-    n = len({r['data'] for r in res['rows'] if r['kind']=='training'})
-    return f"""## How the loss scale should move
-
-Of {n} trainings ([trainings.py](trainings.py), computed in bf16, which overflows nowhere), [gradient_maxima.json](gradient_maxima.json) has
-the largest scale that no gradient of each step would have overflowed at. Heavy tails are drawn around one maximum. Ours skips none of
-these steps, and runs their batches again; "runs again" counts runs besides the first, per hundred steps. "Bits below the best" counts up
-to 2^24, and only steps that are taken (a training whose steps are all skipped, as one is at 512, counts for the first column only);
-"become 0" are gradients other than 0 that the scale leaves below fp16. Means over the trainings, and over the tails.
-
-{scale_policy.table(res)}
-
-Growing sooner than torch regains bits for few batches that run again; the default is explained in [00_scaler](../nbs/00_scaler.ipynb).
-To grow only into room that maxima have shown would save some of these runs, and would have to look at the maxima in all other steps:
-not worth its cost."""
 
 def _ends():
     res = read('convergence')
     seeds = len(res['rows'][0]['figures'])
-    return f"""## Where trainings end
+    return f"""### Whole trainings
 
-{res['machine']}. {seeds} seeds; the same seed gives the same data, weights and order of batches to all. Mean ± standard deviation, and in
-parentheses the mean of the paired differences to fp32 ± its standard error, bold where a t-test at 5 % tells it from 0 (by chance, one in
-twenty would be).
+{convergence.claim(res)}.
 
-![differences to fp32](convergence.png)
+![Differences between the final metrics and those of fp32, a dot per seed](convergence.png)
+
+Each training runs with {seeds} seeds, and with a given seed, all precisions get the same data, weights and batches. {res['machine']}.
+
+The table shows the mean of the final metric ± its standard deviation. In parentheses is the mean difference from fp32 ± its standard error.
+A difference is bold if it is significant in a paired t-test at the 5% level; by chance, about 1 in 20 would be. With {seeds} seeds, only
+differences of about three standard errors or more are significant. Where a training raises an error, the table says for how many seeds:
+fastai's `to_fp16` fails with an LSTM, since PyTorch has none in fp16 for CPUs.
 
 {convergence.table(res)}"""
 
 def _published():
     res = read('published')
     versions = ', '.join(f'{k} {v}' for k,v in res['libraries'].items())
-    return f"""## Published failures
+    return f"""### Published failures
 
-{published.claim(res['rows'])}.
+{published.claim(res['rows'])}. {published.explained(res['rows'])}
 
-{res['machine']}, {versions}. Failures in fp16 that people have reported, rebuilt with the libraries' own code in
-tiny models with random weights. Before step {published.at+1} of {res['steps']}, weights become such that the numbers of the report occur
-in the module that it names; the masks of LongT5 and DeBERTa are too much for fp16 from the first step. The reports on LongT5's loss and
-on mDeBERTa name no module: their place is where the code overflows. transformers has no VAE of Stable Diffusion: the decoder of Janus,
-which has the same blocks, stands for it. Two reports are not on timm's models: that on `F.normalize`, which XCiT calls, and that on
-MAGE's ViT-L. timm computes EfficientViT's attention in fp32 since that report, which is undone here.
+These are failures in fp16 that people have reported, rebuilt with the code of transformers and timm, in tiny models with random weights.
+Before step {published.at+1} of {res['steps']}, the weights change so that the numbers of the report occur in the module that it names. The
+masks of LongT5 and DeBERTa overflow from the first step. {res['machine']}, {versions}.
 
-"Autocast and `GradScaler`" is a loop by PyTorch's recipe. To end where fp32 ends is to skip no step, and to have a validation loss within
-{100*res['near']:g} % of that of the same fit in fp32. "By rounding alone" is the distance of a fit in fp32 that
-rounds the outputs of the layers which ours computes in half precision. A fault is named if a report has the module that was
-published, and the operation where that is in the module's own code; [published.py](published.py) has what counts as
-such. XCiT's report names the layer that gets the large gradient of `F.normalize`, not the function. Layers are linear layers and
-convolutions; "could" counts those that would compute in half precision if of a module only its own code stayed in fp32. "None to
-spare": with any module less in fp32 the batch fails again. A pause is the time of the step that found it all out, in ordinary steps of
-the same fit, as the median of three fits.
+How to read the columns:
+
+- **With autocast and `GradScaler`** is PyTorch's usual training loop.
+- A fit **ends where fp32 ends** if it skips no step, and its validation loss is within {100*res['near']:g}% of that of the same fit in
+  fp32.
+- **Distance by rounding alone** is that of an fp32 fit that rounds the outputs of those layers that compute in half precision after
+  healing.
+- **The fault is named** if a report names the published module, and the operation if it is in the module's own code.
+- **Layers in half precision after healing** counts linear layers and convolutions.
+- **Every fp32 module is needed** if the batch fails again as soon as any of the modules that stay in fp32 is put back into half precision.
+- **Pause** is the time of the slowest step with a diagnosis, in ordinary steps of the same fit (median of three fits).
+
+Where the rebuilt failure differs from the report:
+
+- The reports on LongT5's loss and on mDeBERTa name no module. Here, the published module is the one whose code overflows.
+- transformers has no VAE of Stable Diffusion. The decoder of Janus, which has the same blocks, takes its place.
+- Two reports are not about timm's models: the one on `F.normalize`, which XCiT calls, and the one on MAGE's ViT-L.
+- Since the report, timm computes EfficientViT's attention in fp32. This is undone here.
+- For XCiT, the diagnosis names the layer that gets the large gradient of `F.normalize`, not the function.
+
+[published.py](published.py) has the details of each.
 
 {published.table(res)}"""
 
-# %% programs
-def _programs():
-    res,theirs = read('compatibility'),read('libraries')
-    versions = ', '.join(f'{k} {v}' for k,v in theirs['libraries'].items())
-    return f"""## fastai's own notebooks
+def _policies():
+    res = read('scale_policy')
+    n = len({r['data'] for r in res['rows'] if r['kind']=='training'})
+    return f"""### Policies for the loss scale
 
-{res['machine']}, fastai {res['fastai']}, notebooks of a checkout at {res['checkout']}: those that build learners, each in
-a process of its own. Their test cells run as they are, and with every learner in half precision from the moment it is made. Cells that
-need what the machine did not have are counted apart.
+{scale_policy.claim(res['rows'])}.
 
-{compatibility.table(res)}
+A higher loss scale keeps more small gradients from rounding to 0, but overflows more often. To compare policies, {n} trainings
+([trainings.py](trainings.py)) ran in bf16, which never overflows. [gradient_maxima.json](gradient_maxima.json) has the largest scale that
+each of their steps could have used in fp16. Each policy is replayed on these steps, and on artificial steps whose largest gradients vary a
+lot.
 
-Of the cells that pass as they are, these do not with ours:
+- **Steps skipped**: `to_fp16_dynamic` runs such batches again instead, which **reruns per 100 steps** counts.
+- **Bits below the best scale** is how far the scale is below the largest possible one, up to 2^24.
+- **Gradients that become 0** are nonzero gradients that are too small for fp16 at this scale.
+
+The last two count only steps that are taken. All numbers are means over the trainings, or over the artificial distributions.
+
+{scale_policy.table(res)}
+
+`to_fp16_dynamic` lets the scale grow sooner than PyTorch does: this regains bits, at the cost of a few reruns. [The scaler's
+page](../nbs/00_scaler.ipynb) explains the default. A scaler that grows only if the last gradients leave room would save some reruns, but it
+would have to measure the largest gradient in every step."""
+
+# %% speed
+def _met(rows, key, goal):
+    "A goal, and in how many of `rows` it is met"
+    return f"the goal was {goal:.2f}; met in {sum(r[key][1]<=goal for r in rows)} of {len(rows)} rows"
+
+def _steps():
+    res = read('step_cost')
+    tensors = _and(r['tensors'] for r in res['rows'][:3*len(step_cost.stacks):len(step_cost.stacks)])
+    ours = [r for r in res['rows'] if r['contender']==step_cost.own]
+    over = {k: _span(r[k][1] for r in ours) for k in ('over_to_fp16','over_floor','over_careful_floor')}
+    return f"""### Time per step
+
+With `to_fp16_dynamic`, a step takes {over['over_to_fp16']} of the time of fastai's `to_fp16` with `Adam` and `GradientClip`, and
+{over['over_floor']} of the time of a hand-written PyTorch loop inside fastai's.
+
+- Relative to `to_fp16`: {over['over_to_fp16']} ({_met(ours, 'over_to_fp16', 0.60)}).
+- Relative to the baseline: {over['over_floor']} ({_met(ours, 'over_floor', 1.05)}).
+- Relative to the baseline with norms in fp32: {over['over_careful_floor']} ({_met(ours, 'over_careful_floor', 1.05)}).
+
+The **baseline** is the time of the hand-written loop (autocast, `GradScaler`, fused AdamW, clipping) plus that of fastai's loop and
+callbacks with nothing to compute. The **baseline with norms in fp32** computes norms as `to_fp16_dynamic` does on a CPU, where norms in
+half precision lose digits. (On a GPU, batch norms need no cast, and autocast itself casts around layer norms.) The remaining difference is
+the time to record the state at the start of each step, so that it can run again, and to put temporary stand-ins in place, such as the one
+for the loss function.
+
+The models have {tensors} tensors, most of them with 16 × 16 elements, so that launching operators takes most of the time.
+{res['machine']}, {res['rounds']} rounds of {res['steps']} steps.
+
+{step_cost.table(res)}
+
+- **Other operators** are those outside the forward and backward pass: unscaling, clipping, the check for overflow, the optimizer, recording
+  what the batch may change, and fastai's own bookkeeping.
+- **Reads** counts how often the host waits for a number from the device. On a GPU, fastai's `Recorder` also copies the loss once per batch,
+  in all rows with fastai's loop.
+- `to_non_native_fp16` runs with `clip=1` and `max_loss_scale=2**16`, since at its default of 2^24, each fit would skip its first steps.
+- In the 16th step and every 256th after it, `to_fp16_dynamic` also runs the batch in fp32, which medians do not show.
+  [Comparisons with fp32](#comparisons-with-fp32-and-reports) have their own section."""
+
+def _compiled():
+    res = read('compiled')
+    ours = [r for r in res['rows'] if r['compiled'] and r['contender']==compiled.own]
+    widths = _and(r['width'] for r in res['rows'][::2*len(compiled.stacks)])
+    return f"""### Time per compiled step
+
+With `torch.compile`, a step with `to_fp16_dynamic` takes {_span((r['over_hand'][1] for r in ours), '.3f')} of the time of a hand-written
+PyTorch loop ({_met(ours, 'over_hand', 1.05)}).
+
+The models and the hand-written loop are those of [Time per step](#time-per-step), with widths of {widths}, before and after `torch.compile`
+({res['backend']}). {res['machine']}, {res['rounds']} rounds of {res['steps']} steps at batch size {res['batch_size']}.
+
+{compiled.table(res)}"""
+
+def _dispatch():
+    res = read('cuda_dispatch')
+    return f"""### Kernels of a forward pass on a GPU
+
+{cuda_dispatch.claim(res['rows'])}.
+
+No GPU is needed to count kernels: PyTorch {res['torch']} runs the models on fake CUDA tensors, which have a device, dtype and layout but no
+data, and autocast treats them as on a GPU. The models are in training mode. Attention counts as one kernel. So does a multi-tensor
+operation, for up to 64 tensors or 320 blocks of 65,536 elements.
+
+The table shows the number of kernels and, in parentheses, how many of them are casts between fp32 and half precision.
+
+{cuda_dispatch.table(res)}
+
+Most of the difference is due to the weights: autocast casts each of them with its own kernel, while `to_fp16_dynamic` casts all of them
+with multi-tensor operations of up to 25 MiB. The other casts of `to_fp16_dynamic` are:
+
+- those of the inputs;
+- those around norms whose kernels need fp32 weights or keep their statistics in the dtype of the input: layer norms with weights, group
+  norms and RMS norms. Batch norms and instance norms need no cast, since they read half precision and compute in fp32;
+- those before and after a softmax, which are autocast's."""
+
+def _growth():
+    res = read('scaling')
+    few,many,large = (res[k][i] for k,i in (('by_number',0),('by_number',-1),('by_size',-1)))
+    return f"""### Cost by number and size of tensors
+
+With {few['tensors']} small tensors, mixed precision adds {few['ours'][1]:.2g} ms to a step ({few['by_hand'][1]:.2g} ms in a hand-written
+loop); with {many['tensors']:,} tensors, it adds {many['ours'][1]:.0f} ms ({many['by_hand'][1]:.0f} ms).
+
+![Time that mixed precision adds to a step, by number of tensors and by number of elements](scaling.png)
+
+This time covers casts of weights and gradients, unscaling, the norm and the check for overflow, and in fastai's loop also its events. There
+is no arithmetic, the optimizer does nothing, and the time of the same loop without mixed precision is subtracted. {res['machine']}.
+
+For few small tensors, nearly all of it is Python and fastai's events. With {large['elements']:,} elements, it is {large['ours'][1]:.0f} ms
+({large['by_hand'][1]:.0f} ms in a hand-written loop), and a single copy of as many bytes already takes {large['copy'][1]:.0f} ms."""
+
+def _gpu():
+    found,table = 'Whole trainings have not been measured on a GPU yet. Tests run the script with toy models on a CPU.',''
+    if gpu_results.exists():
+        res = json.loads(gpu_results.read_text())
+        ratios = [o for r in res['ours_over_to_fp16'] if (o := r.get('over_to_fp16'))]
+        if ratios: found = f"`to_fp16_dynamic` trains {_span(ratios)} times as many samples per second as fastai's `to_fp16`."
+        else: found = 'No training could be compared with `to_fp16`.'
+        table = '\n'.join([f"\n\n{res['machine']}.\n", gpu.head(), *map(gpu.line, res['rows']), '\n![throughput](gpu.png)'])
+    return f"""### Whole trainings on a GPU
+
+{found}
+
+`uv run python benchmarks/gpu.py` trains whole models with fastai's `fit_one_cycle`, with this package, with Lightning and with Accelerate,
+from the same weights and at two batch sizes. It takes nine minutes on a large GPU. On a T4, use `--bs 8 32`.{table}"""
+
+def _bf16():
+    res,without = read('bf16_cpu'),read('bf16_cpu_without')
+    def speed(res, k='ours'): return _span(r[k][1] for r in res['rows'])
+    return f"""### bf16 on a CPU
+
+On a CPU with instructions for bf16, training with `to_bf16_dynamic` is {speed(res)} times as fast as fp32, and {speed(res, 'by_hand')}
+times with plain autocast (the goal was at least 1.8 where autocast reaches 2). {res['machine']}.
+
+{bf16_cpu.table(res)}
+
+Without these instructions, bf16 reaches {speed(without)} times the speed of fp32. For this measurement, the same CPU does not use them
+(`ONEDNN_MAX_CPU_ISA={without['limited_to']}`). On such a CPU, `fp16_doctor` warns you.
+
+{bf16_cpu.table(without)}"""
+
+def _fp16():
+    res = read('fp16_cpu')
+    slower = _span((r['slower']['to_fp16_dynamic'][1] for r in res['rows']), '.2g')
+    return f"""### fp16 convolutions on a CPU
+
+On a CPU, a step of a convolutional network in fp16 takes {slower} times as long as in fp32. PyTorch has no fast kernels for it there, and
+the first fit warns you.
+
+{res['machine']}, {'with' if res['bf16'] else 'without'} instructions for bf16.
+
+{fp16_cpu.table(res)}"""
+
+# %% memory
+def _memory():
+    res = read('memory')
+    def span(k): return _span(r[k] for r in res['rows'])
+    return f"""### Peak memory on a CPU
+
+With `to_bf16_dynamic`, three training steps add {span('to_bf16_dynamic')} times the size of the parameters to peak memory; in fp32, they
+add
+{span('to_fp32')} times, and with fastai's `to_bf16` {span('to_bf16')} times.
+
+The model is an MLP with {res['parameters']/1e6:.0f}M parameters. The table shows what the steps add to the peak of the process, divided by
+the size of the parameters in fp32. fastai's own classes run with `Adam` and `GradientClip`, this package with `AdamW16` and
+`GradientNormClip`.
+{res['machine']}.
+
+{memory.table(res)}
+
+`to_bf16_dynamic` takes less because gradients in half precision are cast to fp32 in parts of 25 MiB as soon as they exist, and are freed
+after the step."""
+
+def _accumulated():
+    res = read('accumulation')
+    n,size = res['accumulation'],res['size']
+    most = max((r for r in res['rows'] if r['kept']), key=lambda r: r['kept'])
+    mib = {k: f'{most[k]/2**20:.0f} MiB' for k in ('kept','peak')}
+    return f"""### Memory of accumulated batches
+
+Before a step that accumulates the gradients of {n} batches of {most['batch_size']} images, {mib['kept']} of inputs and targets are kept so
+that they can run again, and peak memory grows by {mib['peak']}.
+
+All batches since the last step are kept, up to 1 GiB. Beyond that, they are freed, and a step that overflows is skipped. The images have
+3 × {size} × {size} numbers in fp32. The increase is relative to `to_fp16_dynamic(rerun=False)`. {res['machine']}.
+
+{accumulation.table(res)}"""
+
+# %% diagnosis and healing
+def _looks():
+    res = read('diagnosis')
+    look,report = [f'{q[1]:.2g} ({q[0]:.2g} to {q[2]:.2g})' for q in (res['look_in_steps'],res['report_in_steps'])]
+    return f"""### Comparisons with fp32 and reports
+
+A fit that can run batches again takes {res['fit_with_over_without']:.3f} times as long as one with `rerun=False`, if no batch has to run
+again.
+
+In the 16th step and every 256th after it, the model also runs in fp32, to see whether it predicts the same. Such a comparison adds {look}
+steps, which are part of the time above. A full report, with a row for each module (`learn.diagnose_fp16()`), takes {report} steps.
+
+The model has {res['depth']} linear layers of width {res['width']}. A fit has {res['steps']} steps of {res['ms_per_step']:.1f} ms at batch
+size {res['bs']}. {res['machine']}, {res['rounds']} rounds."""
+
+def _healing():
+    res = read('diagnosis')
+    after,over,rows = res['afterwards'],res['afterwards']['over'],res['by_depth']
+    def times(k): return f'{over[k][1]:.2f} ({over[k][0]:.2f} to {over[k][2]:.2f})'
+    def weight(k): return (after['added']['healed'][1]-after['added']['healed'][0])/(after['added'][k][1]-after['added'][k][0])
+    shares = {k: half/layers for k,(half,layers) in res['hostile'].items()}
+    least,average = min(shares, key=shares.get),statistics.mean(shares.values())
+    passes,pause = [sum(r[k]<=diagnosis.goals(r['blocks'])[i] for r in rows) for i,k in enumerate(('passes','pause'))]
+    return f"""### Healing
+
+Healing pauses a fit for as long as {_span((r['pause'] for r in rows), '.0f')} ordinary steps take, and afterwards,
+{_span((r['in_half']/r['layers'] for r in rows), '.0%')} of the layers still compute in half precision.
+
+- **Forward passes**: the goal was at most 12+6·log2(blocks), and is met in {passes} of {len(rows)} rows.
+- **Pause**: the goal was at most 60 steps, or 80 with 96 blocks, and is met in {pause} of {len(rows)} rows.
+
+The models are transformers of small blocks, each with six linear layers. In the first batch, numbers beyond 65504 occur in the middle
+block, or in all blocks. The table counts the forward passes of the step that heals, without the one that each step has, and its time in
+ordinary steps of the same fit. Missed goals are bold. All numbers are medians of {res['fits']} fits, except for those with 96 blocks, which
+ran once.
+{res['machine']}.
+
+{diagnosis.depth_table(rows)}
+
+**What stays in half precision.** After the {len(shares)} trainings of [hostile.py](hostile.py), {100*average:.0f}% of the linear layers and
+convolutions compute in half precision on average: all of them in {list(shares.values()).count(1)} trainings, and
+{100*shares[least]:.0f}% in `{least}`.
+
+**Afterwards.** If attention scores overflow in all of {after['blocks']} blocks, {after['in_half']} of {after['layers']} linear layers still
+compute in half precision after healing. A step then takes {times('fp16')} of the time of a step in fp16 without the fault. It takes
+{times('fp32')} times as long as one in fp32, because PyTorch has no fast kernels for fp16 on a CPU. A new fit with the same layers in fp32
+adds {weight('fp32'):.2f} times as much to peak memory as one in fp32, and {weight('fp16'):.2f} times as much as one in fp16 without the
+fault."""
+
+def _diagnosis_memory():
+    res = read('diagnosis')
+    peaks = {k: top for k,(_,top) in res['memory'].items()}
+    ratio = {k: peaks[k]/peaks['fit'] for k in ('diagnosis','report')}
+    return f"""### Memory of a diagnosis
+
+A batch that is diagnosed and healed raises the peak memory of the process to {ratio['diagnosis']:.2f} times that of a fit in fp16, and a
+report to {ratio['report']:.2f} times (the goal was 1.5; met in {sum(o<=1.5 for o in ratio.values())} of {len(ratio)} rows).
+
+Diagnosis and report also run the batch in fp32, whose activations take twice as much. The model has four blocks (a linear layer, a ReLU,
+and squares in the block's own code), whose activations have {res['samples']*64*4/2**20:.0f} MiB each in fp32. Each fit has four steps, and
+its own process with the default allocator. In "diagnosis", a batch overflows in the first block; "report" is `learn.diagnose_fp16()` after
+a fit. "Added" excludes what the process took before the fit (PyTorch, fastai and the data). {res['machine']}.
+
+{diagnosis.memory_table(res['memory'])}"""
+
+def _doctor():
+    res = read('doctor')
+    versions = ', '.join(f'{k} {v}' for k,v in res['libraries'].items())
+    return f"""### The doctor
+
+{doctor.claim(res)}.
+
+`fp16_doctor` runs one batch of noise through models with fresh weights. Each counts by the worst finding about the model; findings about
+the optimizer and the device do not count. Hostile models are:
+
+- the trainings of [hostile.py](hostile.py);
+- hazards of a few lines;
+- architectures that fail in fp16: DeBERTa's mask raises an error, LongT5's mask adds -1e10, and torchvision's Swin v2 divides by the norm
+  of padding if its windows do not fit.
+
+{res['machine']}; {versions}.
+
+{doctor.table(res)}
+
+{doctor.alarms(res)} `to_fp16_dynamic` keeps the norm in `rms` in fp32 because of its name, and `tiny_loss` needs nothing but a loss scale.
+
+The time the doctor takes, in training steps of the same model in fp16, and after a first call:
+
+{doctor.times(res)}"""
+
+# %% compatibility
+def _notebooks():
+    res = read('compatibility')
+    def passed(mode): return sum(r['passed'][mode] for r in res['rows'])
+    return f"""### fastai's own notebooks
+
+Of {passed('plain')} test cells in fastai's notebooks that pass unchanged, {passed('to_fp16_dynamic')} pass with `to_fp16_dynamic`,
+{passed('to_bf16_dynamic')} with `to_bf16_dynamic`, and {passed('to_fp16')} with fastai's `to_fp16`.
+
+The cells that pass unchanged but not with this package are:
 
 {compatibility.differing(res)}
 
-## tsai and fastxtend
+These are all notebooks that build learners. Each runs in its own process, once unchanged, and once per precision with every new learner in
+half precision. Cells that need a download, a GPU or a missing package are counted separately. {res['machine']}, fastai {res['fastai']},
+notebooks of version {res['checkout']}.
 
-{theirs['machine']}, fastai {theirs['fastai']}, {versions}: trainings, searches for a learning rate, exports,
-callbacks, optimizers and architectures of these libraries, each as it is and with ours. Distances are the largest of all losses of a
-flow to those of the same flow in fp32. fastxtend was made for fastai 2.7: some of its modules import names that fastcore and torch have
-moved since, and run with these put back.
+{compatibility.table(res)}"""
 
-{libraries.table(theirs)}
+def _libraries():
+    res = read('libraries')
+    versions = ', '.join(f'{k} {v}' for k,v in res['libraries'].items())
+    return f"""### tsai and fastxtend
 
-{libraries.failing(theirs)}""".rstrip()
+{libraries.claim(res['rows'])}.
 
-sections = (_intro,_short,_ends,_published,_programs,_steps,_compiled,_dispatch,_diagnosis,_doctor,_gpu,_bf16,_fp16,_memory,
-            _accumulated,_policies,_growth)
-def make(): return '\n\n'.join(o() for o in sections)+'\n'
+The programs are trainings, learning rate searches, exports, callbacks, optimizers and architectures of these libraries. Each runs unchanged
+in fp32, and with every learner in half precision. The differences are the largest ones between any loss of a program and the same loss in
+fp32. fastxtend was made for fastai 2.7: some of its modules import names that fastcore and PyTorch have removed since. They run with these
+names restored. {res['machine']}, fastai {res['fastai']}, {versions}.
+
+{libraries.table(res)}
+
+{libraries.failing(res)}""".rstrip()
+
+sections = (_intro, _group('Accuracy'), _short, _ends, _published, _policies,
+            _group('Speed'), _steps, _compiled, _dispatch, _growth, _gpu, _bf16, _fp16,
+            _group('Memory'), _memory, _accumulated,
+            _group('Diagnosis and healing'), _looks, _healing, _diagnosis_memory, _doctor,
+            _group('Compatibility'), _notebooks, _libraries)
+
+def _wrapped(block):
+    "Wraps the lines of a paragraph or a list; leaves tables, code, headings and pictures as they are"
+    if re.match(r'[|`!<#]', block) and not re.match(r'`[^`]', block): return block
+    parts = re.split(r'\n(?=- )', block)
+    width = dict(width=140, break_long_words=False, break_on_hyphens=False)
+    return '\n'.join(textwrap.fill(o, subsequent_indent='  '*o.startswith('- '), **width) for o in parts)
+
+def make():
+    "The text of benchmarks/README.md"
+    return '\n\n'.join(map(_wrapped, '\n\n'.join(o() for o in sections).split('\n\n')))+'\n'
 
 if __name__=='__main__': (here/'README.md').write_text(make())

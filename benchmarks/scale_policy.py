@@ -1,6 +1,6 @@
-"""How the loss scale should move: policies of loss scaling, replayed on the largest gradients of real trainings and on heavy tails
+"""How should the loss scale move? Policies of loss scaling, replayed on the largest gradients of real trainings and on heavy tails
 
-`--record` trains, and writes gradient_maxima.json; without it, what was recorded is replayed."""
+`--record` trains and writes gradient_maxima.json. Without it, the script replays the recorded gradients."""
 import argparse,json,math,warnings
 from pathlib import Path
 from statistics import fmean
@@ -13,13 +13,13 @@ with warnings.catch_warnings():
     from machine import machine
 
 here = Path(__file__).parent
-top,flushed = math.log2(65504),-25 # above the one, numbers are inf in fp16, below the other 0; in powers of two
+top,flushed = math.log2(65504),-25 # log2 of the largest number in fp16, and of the number below which all round to 0
 
 # %% recording
 class Maxima(Callback):
-    """For each training step the largest scale, in powers of two, that no gradient in half precision overflows at; and, of each 50th
-    step, how many gradients there are in each octave. For `to_bf16_dynamic`, which computes in half precision where fp16 would, and
-    overflows nowhere"""
+    """Records for each training step the largest scale, as a power of two, at which no gradient in half precision overflows, and in each
+    50th step how many gradients there are per octave. To be used with `to_bf16_dynamic`, which uses half precision where fp16 would, and
+    never overflows."""
     run_valid,low,high = False,-80,40
     def before_fit(self):
         self.rooms,self.octaves = [],torch.zeros(self.high-self.low)
@@ -40,7 +40,7 @@ class Maxima(Callback):
             for g in gs: self.octaves += torch.histc(g[g!=0].float().abs().log2(), len(self.octaves), self.low, self.high)
 
 def record(names, steps):
-    from trainings import trainings # heavy, and not needed for a replay
+    from trainings import trainings # slow to import, and not needed for a replay
     torch.set_num_threads(1)
     res = {}
     for name in names or trainings:
@@ -54,7 +54,7 @@ def record(names, steps):
 
 # %% heavy tails
 def heavy_tails(steps):
-    "Maxima about 1, of gradients like the first recorded ones: independent from step to step, and more or less wild"
+    "Maxima around 1, independent from step to step, from distributions with light to heavy tails"
     rng = torch.Generator().manual_seed(0)
     u,n = torch.rand(3, steps, generator=rng, dtype=torch.float64),torch.randn(2, steps, generator=rng, dtype=torch.float64)
     logs = {'log-normal, σ=1': n[0]/math.log(2), 'log-normal, σ=2': 2*n[1]/math.log(2),
@@ -62,15 +62,15 @@ def heavy_tails(steps):
             '1 in 500 a thousand times as large': torch.where(u[2]<1/500, 10., 0.)}
     return {k: [math.floor(top-o) for o in v.tolist()] for k,v in logs.items()}
 
-# %% policies: the scale, as a power of two, that a step uses, and what is learned from it
+# %% policies: each returns the scale of a step, as a power of two, and updates the scaler
 def skips(scaler, room):
-    "A step whose gradients overflow is skipped: the scale of the step, `None` if there is none, and attempts besides the first"
+    "Skips a step whose gradients overflow; returns the scale of the step (`None` if it is skipped) and the number of reruns"
     scale = math.log2(scaler.get_scale())
     scaler.update(found_inf=scale>room)
     return (None if scale>room else scale),0
 
 def runs_again(scaler, room):
-    "What this package does: the batch runs again until its gradients are finite"
+    "What this package does: runs the batch again until its gradients are finite"
     record = StepRecord(scaler.min_scale, settled=scaler.settled)
     scale,reruns,what = scaler.get_scale(),0,None
     while what is not Next.step:
@@ -88,7 +88,7 @@ def scaler(**kwargs): return lambda: DynamicScaler('cpu', **kwargs)
 torchs = dict(growth_interval=2000, min_scale=2.**-126, max_scale=math.inf)
 
 class Icefall(DynamicScaler):
-    "torch's policy from 1, with two ways to grow faster while the scale is small"
+    "PyTorch's policy from a scale of 1, with two ways to grow faster while the scale is small"
     def __init__(self): super().__init__('cpu', init_scale=1., **torchs); self.i = 0
     def update(self, found_inf):
         super().update(found_inf=found_inf)
@@ -96,7 +96,7 @@ class Icefall(DynamicScaler):
         if self.i%100==0 and (self.get_scale()<8 or self.get_scale()<32 and self.i%400==0): super().update(2*self.get_scale())
 
 class IntoRoom(DynamicScaler):
-    "Grows only where no maximum since it last grew would have overflowed at the new scale: it has to be told them, as `room`"
+    "Grows only if no gradient since it last grew would have overflowed at the new scale; has to be told the `room` of each step"
     def __init__(self): super().__init__('cpu'); self.least,self.room = math.inf,math.inf
     def took(self, scale):
         before,self.least = self.get_scale(),min(self.least, self.room)
@@ -104,7 +104,7 @@ class IntoRoom(DynamicScaler):
         if self.get_scale()>before and math.log2(self.get_scale())>self.least: self.update(before)
         if self._get_growth_tracker()==0: self.least = math.inf
 
-policies = { # a scaler, and what happens to a batch whose gradients overflow
+policies = { # a scaler, and what to do with a batch whose gradients overflow
     'static, 512': (scaler(init_scale=512., dynamic=False),skips),
     'torch': (scaler(**torchs),skips),
     'apex': (scaler(**{**torchs, 'max_scale': 2.**24}),skips),
@@ -120,9 +120,8 @@ policies = { # a scaler, and what happens to a batch whose gradients overflow
     'ours, growing into room only': (IntoRoom,runs_again)}
 
 def replay(policy, rooms, octaves):
-    """Percent of the steps that are skipped, and of runs besides the first of each step; bits that the scale of the steps taken lies below
-    the largest that each would have borne, up to 2^24; and percent of the gradients other than 0 that these scales leave to become 0;
-    `None` if all are skipped"""
+    """Percentage of steps that are skipped; reruns per 100 steps; how many bits the scale lies below the highest possible one, up to 2^24;
+    and percentage of nonzero gradients that round to 0. The last two count only steps that are taken, and are `None` if there are none."""
     make,step = policy
     s,scales,bits,runs = make(),[],[],0
     for room in rooms:
@@ -137,25 +136,45 @@ def replay(policy, rooms, octaves):
     return dict(skipped=percent*(len(rooms)-taken), reruns=percent*runs, bits=sum(bits)/taken if taken else None,
                 zeros=100*sum(map(lost.get, scales))/taken if taken else None)
 
-columns = {'skipped': 'skipped, %', 'reruns': 'runs again, %', 'bits': 'bits below the best', 'zeros': 'become 0, %'}
+columns = {'skipped': 'steps skipped, %', 'reruns': 'reruns per 100 steps', 'bits': 'bits below the best scale',
+           'zeros': 'gradients that become 0, %'}
+
+kinds = {'training': 'Recorded trainings', 'heavy tail': 'Heavy-tailed gradients'}
+
+def shown(policy):
+    "The name of a policy, as tables show it"
+    first,*rest = policy.split(', ')
+    if first=='ours':
+        return ', '.join(['**`to_fp16_dynamic`**', *(f'`{o}`' if '=' in o else 'grows only if there is room' for o in rest)])
+    return policy.replace('torch', 'PyTorch').replace('static, ', 'static scale of ')
+
+def mean(rows, policy, kind, key):
+    some = [r[key] for r in rows if (r['policy'],r['kind'])==(policy,kind) and r[key] is not None]
+    return fmean(some) if some else math.nan
+
+def claim(rows):
+    "How this package compares with PyTorch in the recorded trainings, in a sentence"
+    def of(policy): return (mean(rows, policy, 'training', k) for k in ('skipped','bits'))
+    (skipped,bits),(torchs_skipped,torchs_bits) = of('ours'),of('torch')
+    return (f"In recorded trainings, `to_fp16_dynamic` skips {skipped:.2g}% of the steps and stays {bits:.1f} bits below the best possible "
+            f"loss scale; with PyTorch's policy, it is {torchs_skipped:.2g}% and {torchs_bits:.1f} bits")
 
 def table(res):
-    "Markdown: means over trainings, and over heavy tails"
-    rows,kinds = res['rows'],('training','heavy tail')
-    def mean(policy, kind, key):
-        some = [r[key] for r in rows if (r['policy'],r['kind'])==(policy,kind) and r[key] is not None]
-        return fmean(some) if some else math.nan
-    def line(policy): return [policy, *(f'{mean(policy, kind, k):.3g}' for kind in kinds for k in columns)]
-    head = ['policy', *((f'{kind}: '*(i==0))+name for kind in kinds for i,name in enumerate(columns.values()))]
+    "A Markdown table for each kind of data, trainings and heavy tails, with means over the data"
+    return '\n\n'.join(f'{title}:\n\n{_table(res["rows"], kind)}' for kind,title in kinds.items())
+
+def _table(rows, kind):
+    def line(policy): return [shown(policy), *(f'{mean(rows, policy, kind, k):.3g}' for k in columns)]
+    head = ['policy', *columns.values()]
     lines = [head, ['---']+['--:']*(len(head)-1), *map(line, dict.fromkeys(r['policy'] for r in rows))]
     return '\n'.join('| '+' | '.join(o)+' |' for o in lines)
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('--record', nargs='*', metavar='NAME', help='train these of trainings.py first, by default all')
-    p.add_argument('--steps', type=int, default=6000, help='of each training')
-    p.add_argument('--maxima', type=Path, default=here/'gradient_maxima.json')
-    p.add_argument('--out', type=Path, default=here/'scale_policy.json')
+    p.add_argument('--record', nargs='*', metavar='NAME', help='first train and record these trainings of trainings.py, by default all')
+    p.add_argument('--steps', type=int, default=6000, help='steps of each training')
+    p.add_argument('--maxima', type=Path, default=here/'gradient_maxima.json', help='file of the recorded gradients')
+    p.add_argument('--out', type=Path, default=here/'scale_policy.json', help='file for the results')
     a = p.parse_args(args)
     if a.record is not None:
         a.maxima.write_text(json.dumps(dict(machine=machine(), trainings=record(a.record, a.steps))).replace('}, "', '},\n"')+'\n')

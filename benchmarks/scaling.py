@@ -1,4 +1,4 @@
-"How the cost of mixed precision itself grows with the number of tensors and with their size, beside the time that the bytes take"
+"How the cost of mixed precision itself grows with the number of tensors and with their size, compared with copying as many bytes"
 import argparse,json,warnings
 from pathlib import Path
 import torch
@@ -13,10 +13,10 @@ from machine import machine
 from timing import Batches,by_fastai,interleaved,quartiles
 
 half = torch.float16
-bytes_per_element = (4+2)+(2+4)+(4+4)+4 # weight to half, gradient to fp32, unscale, norm: what is read and what is written
+bytes_per_element = (4+2)+(2+4)+(4+4)+4 # read and written: weight to half, gradient to fp32, unscale, norm
 
 class Given(torch.autograd.Function):
-    "A loss without arithmetic: the gradients are there already"
+    "A loss without arithmetic, with ready-made gradients"
     @staticmethod
     def forward(ctx, grads, *weights):
         ctx.grads = grads
@@ -25,7 +25,7 @@ class Given(torch.autograd.Function):
     def backward(ctx, _): return None,*ctx.grads
 
 class Weights(nn.Module):
-    "`n` linear layers of `size` weights each; their gradients are those of half-precision copies, or not there, if `grads` is False"
+    "`n` linear layers of `size` weights each, with gradients for half-precision copies, or without gradients if `grads` is False"
     def __init__(self, n, size, device, grads=True):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(size, 1, bias=False, device=device) for _ in range(n)])
@@ -33,17 +33,17 @@ class Weights(nn.Module):
     def forward(self, x): return Given.apply(self.grads, *[l.weight for l in self.layers])
 
 class Idle(FusedAdam):
-    "Takes no steps"
+    "An optimizer that takes no steps"
     def step(self, closure=None): pass
 
 def learner(to, model, batches):
-    "fastai's loop, and an optimizer that does nothing"
+    "A contender: fastai's loop, with an optimizer that does nothing"
     device = next(model.parameters()).device
     learn = Learner(DataLoaders(batches, [], device=device), model, lambda p,*_: p, Idle, lr=0.)
     return by_fastai(getattr(learn, to)(), batches)
 
 def by_hand(model, batches, mixed=True):
-    "What autocast, `GradScaler` and `clip_grad_norm_` do in a loop of PyTorch; or, if not `mixed`, the loop without them"
+    "A contender: what autocast, `GradScaler` and `clip_grad_norm_` do in a PyTorch loop, or without `mixed` the loop alone"
     ws = list(model.parameters())
     opt,scaler = torch.optim.SGD(ws, lr=0.),torch.amp.GradScaler(ws[0].device.type)
     opt.step = lambda: None
@@ -61,7 +61,7 @@ def by_hand(model, batches, mixed=True):
     return run
 
 def copy(n_bytes, device):
-    "Seconds that as many bytes take in one copy, half of them read and half written"
+    "A contender: one copy that reads half of `n_bytes` and writes the other half"
     a = torch.ones(max(1, n_bytes//8), device=device)
     b = torch.ones_like(a)
     batches = Batches([0]*10)
@@ -73,7 +73,7 @@ def copy(n_bytes, device):
     return run
 
 def measure(n, size, rounds, device):
-    "Milliseconds that a step costs more than without mixed precision, and those of a copy of the bytes"
+    "The time that mixed precision adds to a step, and that of copying as many bytes, in milliseconds"
     batches = Batches([(torch.zeros(1, device=device),torch.zeros(1, device=device))]*(5 if n*size>1e7 else 12))
     def weights(grads=True): return Weights(n, size, device, grads)
     t = interleaved({'ours': learner('to_fp16_dynamic', weights(), batches), 'without': learner('to_fp32', weights(False), batches),
@@ -85,26 +85,26 @@ def measure(n, size, rounds, device):
 
 def chart(res, path):
     fig = Figure(figsize=(10,4), layout='constrained')
-    panels = (('tensors', res['by_number'], f"tensors, {res['size']} elements each"),
-              ('elements', res['by_size'], f"elements, in {res['number']} tensors"))
-    lines = (('ours', 'to_fp16_dynamic', 'o-'), ('by_hand', 'autocast, GradScaler and norm, by hand', 's-'),
-             ('copy', f'one copy of the {bytes_per_element} bytes an element', 'k--'))
+    panels = (('tensors', res['by_number'], f"number of tensors, {res['size']} elements each"),
+              ('elements', res['by_size'], f"number of elements, in {res['number']} tensors"))
+    lines = (('ours', 'to_fp16_dynamic', 'o-'), ('by_hand', 'PyTorch loop: autocast, GradScaler, norm', 's-'),
+             ('copy', f'copying as many bytes ({bytes_per_element} per element)', 'k--'))
     for ax,(key,rows,what) in zip(fig.subplots(1, 2), panels):
         for k,label,style in lines: ax.plot([r[key] for r in rows], [r[k][1] for r in rows], style, label=label, ms=4)
-        ax.set(xscale='log', yscale='log', xlabel=what, ylabel='ms a step')
+        ax.set(xscale='log', yscale='log', xlabel=what, ylabel='ms per step')
         ax.grid(alpha=0.3)
     fig.legend(*ax.get_legend_handles_labels(), loc='outside lower center', ncols=3)
-    fig.suptitle(f"What mixed precision itself costs ({res['machine']})")
+    fig.suptitle(f"What mixed precision adds to a step ({res['machine']})")
     fig.savefig(path, dpi=100)
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument('--numbers', type=int, nargs='+', default=[10, 30, 100, 300, 1000, 3000, 10_000], help='of tensors')
-    p.add_argument('--sizes', type=int, nargs='+', default=[10**i for i in range(2, 8)], help='elements of each tensor')
-    p.add_argument('--number', type=int, default=10, help='of tensors, where sizes vary')
-    p.add_argument('--size', type=int, default=100, help='of each tensor, where numbers vary')
-    p.add_argument('--rounds', type=int, default=11)
-    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    p.add_argument('--numbers', type=int, nargs='+', default=[10, 30, 100, 300, 1000, 3000, 10_000], help='numbers of tensors')
+    p.add_argument('--sizes', type=int, nargs='+', default=[10**i for i in range(2, 8)], help='elements per tensor')
+    p.add_argument('--number', type=int, default=10, help='number of tensors if sizes vary')
+    p.add_argument('--size', type=int, default=100, help='elements per tensor if numbers vary')
+    p.add_argument('--rounds', type=int, default=11, help='rounds')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results')
     a = p.parse_args(args)
     torch.set_num_threads(1)
     device = default_device()

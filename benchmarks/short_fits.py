@@ -1,4 +1,4 @@
-"Where short fits end: by running batches again that overflow and by skipping their steps, next to fp32 with the same batches"
+"Where short fits end if batches that overflow run again, and if their steps are skipped, compared with fp32 on the same batches"
 import argparse,json,statistics,warnings
 from collections import namedtuple
 from functools import partial
@@ -13,7 +13,7 @@ from fastai_amp16.all import GradientNormClip
 from machine import machine
 from timing import Batches
 
-# `patience`: a fit that skips is not to end before its last step
+# `patience`, so that a fit that skips steps does not end early
 contenders = {
     'fp32': Learner.to_fp32,
     'skipping': partial(Learner.to_fp16_dynamic, rerun=False, patience=10**6),
@@ -21,7 +21,7 @@ contenders = {
 
 # %% trainings
 def claims(n):
-    "What insurances pay: some 1, and once in a while a thousand"
+    "Insurance claims: around 1, and once in a while a thousand"
     x = torch.randn(n, 8)
     return x,torch.exp(x[:,:3].sum(1, keepdim=True)/2+1.5*torch.randn(n, 1))
 
@@ -38,13 +38,13 @@ cases = {
 
 # %% fits
 def with_steps(learn, n):
-    "`learn` with an epoch of `n` batches"
+    "`learn`, with an epoch of `n` batches"
     dls = learn.dls
     learn.dls = DataLoaders(Batches(list(islice(chain.from_iterable(repeat(dls.train)), n))), dls.valid, device=dls.device)
     return learn
 
 def run(name, to, seed, n):
-    "A fit of `n` steps: the validation loss after it, computed in fp32, and what became of the steps"
+    "Fits for `n` steps, and returns the validation loss, computed in fp32, and counts of steps and reruns"
     case = cases[name]
     learn = contenders[to](with_steps(case.make(seed), n))
     set_seed(seed, reproducible=True)
@@ -56,32 +56,33 @@ def run(name, to, seed, n):
     return dict(loss=loss, steps=steps, **counts)
 
 def compare(name, n, seeds):
-    "A row for each contender but fp32: the distance to its validation loss in percent, and other counts, by seed"
+    "A row for each contender except fp32: the distance from the validation loss of fp32 in percent, and counts, by seed"
     runs = [{to: run(name, to, seed, n) for to in contenders} for seed in range(seeds)]
     def distance(o, to): return 100*abs(o[to]['loss']/o['fp32']['loss']-1)
     return [dict(training=name, steps=n, contender=to, distance=[distance(o, to) for o in runs],
                  **{k: [o[to][k] for o in runs] for k in ('loss','skipped','reruns','promoted')}) for to in contenders if to!='fp32']
 
-# %% what it shows
-def percent(x): return f'{x:.0f} %' if x>=10 else f'{x:.2g} %'
+# %% the result
+def percent(x): return f'{x:.0f}%' if x>=10 else f'{x:.2g}%'
 
 def claim(rows):
-    "A sentence that is true of `rows`, about the shortest fits"
+    "What the shortest fits show, in a sentence"
     n = min(r['steps'] for r in rows)
     worst = {to: [max(r['distance']) for r in rows if r['contender']==to and r['steps']==n] for to in contenders}
     again,skipping = worst['running again'],worst['skipping']
     if all(a<=s for a,s in zip(again, skipping)):
         near,far = percent(max(again)),percent(max(skipping))
-        return f"After {n} steps, running again is within {near} of fp32's loss; skipping is up to {far} off"
+        return f"After {n} steps, fits that run batches again are within {near} of fp32's loss; fits that skip steps are up to {far} off"
     return 'How far from fp32 short fits end'
 
 def table(res):
-    "Markdown: means over seeds, and the furthest"
+    "A Markdown table: means over seeds and, in parentheses, maxima"
     def mean(r, k): return f'{statistics.mean(r[k]):.1f}'
     def distance(r): return f"{percent(statistics.mean(r['distance']))} ({percent(max(r['distance']))})"
     by = {}
     for r in res['rows']: by.setdefault((r['training'],r['steps']), {})[r['contender']] = r
-    head = ['training', '', 'steps', 'skipping: skipped steps', 'distance', 'running again: runs', 'distance']
+    head = ['training', 'problem', 'steps', 'skipping: steps skipped', 'skipping: distance', 'running again: reruns',
+            'running again: distance']
     lines = [head, ['---']*2+['--:']*5]
     for (name,steps),r in by.items():
         skips,again = r['skipping'],r['running again']
@@ -94,27 +95,28 @@ def chart(res):
     fig = Figure(figsize=(3*len(names), 4), layout='constrained')
     axs = fig.subplots(1, len(names), sharey=True, squeeze=False)[0]
     for ax,name in zip(axs, names):
-        for to,color,marker,shift in (('skipping','tab:red','x',-0.15), ('running again','tab:blue','o',0.15)):
+        for to,label,color,marker,shift in (('skipping','steps are skipped','tab:red','x',-0.15),
+                                            ('running again','batches run again','tab:blue','o',0.15)):
             rows = [r for r in res['rows'] if (r['training'],r['contender'])==(name,to)]
             points = [(lengths.index(r['steps'])+shift,max(d, least)) for r in rows for d in r['distance']]
-            ax.plot(*zip(*points), marker, color=color, alpha=0.7, ms=6, label=to)
+            ax.plot(*zip(*points), marker, color=color, alpha=0.7, ms=6, label=label)
         ax.set(title=f'{name}:\n{cases[name].what}', xlabel='steps', yscale='log', xlim=(-0.5,len(lengths)-0.5))
         ax.set_xticks(range(len(lengths)), lengths)
         ax.axhline(1, color='0.5', lw=0.8, ls='--')
         ax.grid(axis='y', alpha=0.3)
     axs[0].yaxis.set_major_formatter('{x:g}')
-    axs[0].set_ylabel("distance to fp32's validation loss, %")
+    axs[0].set_ylabel("distance from fp32's validation loss, %")
     fig.legend(*axs[0].get_legend_handles_labels(), loc='outside lower center', ncols=2)
     fig.suptitle(claim(res['rows']))
     return fig
-least = 1e-3 # percent: nearer counts as this near in the picture
+least = 1e-3 # percent: the chart shows smaller distances as this
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument('--steps', type=int, nargs='+', default=[15,50,150], help='lengths of the fits')
-    p.add_argument('--seeds', type=int, default=5, help='how many')
+    p.add_argument('--seeds', type=int, default=5, help='number of seeds')
     p.add_argument('--only', nargs='+', choices=cases, default=list(cases), metavar='NAME', help='which trainings')
-    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='results; the picture is written beside them')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results; the chart goes next to it')
     a = p.parse_args(args)
     torch.set_num_threads(1)
     with warnings.catch_warnings():

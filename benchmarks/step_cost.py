@@ -1,4 +1,4 @@
-"What a step costs where the launches do, and not the arithmetic: milliseconds, operators and host reads for many small tensors"
+"The time of a step whose cost is launching operators, not arithmetic: milliseconds, operators and host reads with many small tensors"
 import argparse,json,warnings
 from copy import deepcopy
 from functools import partial
@@ -19,7 +19,7 @@ from timing import Batches,by_fastai,by_hand,interleaved,quartiles,ratio
 
 # %% models of many small tensors
 class Add(nn.Module):
-    "`x` plus what `layers` make of it: nothing at first, so that no gradient overflows at the scale that all begin with"
+    "A residual block whose branch is 0 at first, so that no gradient overflows at the initial loss scale"
     def __init__(self, *layers):
         super().__init__()
         self.layers = nn.Sequential(*layers)
@@ -27,7 +27,7 @@ class Add(nn.Module):
     def forward(self, x): return x+self.layers(x)
 
 class ViT(nn.Module):
-    "Four patches of 1x16x16 and a class token, through encoder layers of torch"
+    "Four patches of a 1x16x16 image and a class token, through encoder layers of PyTorch"
     def __init__(self, d, depth):
         super().__init__()
         self.patches,self.token,self.pos = nn.Linear(64, d),nn.Parameter(torch.zeros(1, 1, d)),nn.Parameter(torch.randn(1, 5, d)*0.02)
@@ -39,7 +39,7 @@ class ViT(nn.Module):
         return self.head(self.norm(self.blocks(torch.cat([self.token.expand(len(x), -1, -1), x], 1)+self.pos))[:,0])
 
 def xresnet50_like(d):
-    "53 layers without bias, each with an affine batch norm, and a head, as an xresnet50 has. Linear: fp16 convolutions are slow on CPUs"
+    "53 layers without bias, each with a batch norm, and a head, as in an xresnet50; linear, since fp16 convolutions are slow on CPUs"
     def layer(ni): return nn.Linear(ni, d, bias=False),nn.ReLU(),nn.BatchNorm1d(d)
     return nn.Sequential(*layer(256), *[Add(*layer(d)) for _ in range(52)], nn.Linear(d, 10))
 
@@ -59,13 +59,13 @@ def data(n, bs, device):
     return Batches([(torch.randn(bs, 256, device=device), torch.randint(10, (bs,), device=device)) for _ in range(n)])
 
 def fit(make, model, batches):
-    "What `make` makes a learner of"
+    "A contender: an epoch of the learner that `make` builds"
     return by_fastai(make(DataLoaders(batches, [], device=batches.items[0][0].device), model), batches)
 
 def _learner(dls, model, opt_func, **kwargs): return Learner(dls, model, nn.CrossEntropyLoss(), opt_func, lr=lr, **kwargs)
 def to_fp16(dls, model): return _learner(dls, model, Adam, cbs=GradientClip(1.)).to_fp16()
 def to_non_native_fp16(dls, model):
-    "Not from 2^24, where each fit begins with skipped steps; `GradientClip` does nothing there"
+    "Starts at 2^16, since each fit that starts at 2^24 skips its first steps. `GradientClip` has no effect here, but `clip` has"
     return _learner(dls, model, Adam).to_non_native_fp16(clip=1., max_loss_scale=2.**16)
 def wrapper(dls, model):
     fused = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
@@ -73,7 +73,7 @@ def wrapper(dls, model):
 def ours(dls, model): return _learner(dls, model, AdamW16, cbs=GradientNormClip(1.)).to_fp16_dynamic()
 
 class Fp32Norm(nn.Module):
-    "A norm that computes in fp32 within autocast, as ours do"
+    "A norm that computes in fp32 within autocast, as it does with `to_fp16_dynamic`"
     def __init__(self, norm):
         super().__init__()
         self.norm = norm
@@ -86,14 +86,14 @@ def by_careful_hand(model, batches):
     return by_hand(model, batches)
 
 class Nothing(nn.Module):
-    "A loss that is there already, and a parameter that gets no gradient"
+    "Returns a ready-made loss, and has a parameter that gets no gradient"
     def __init__(self):
         super().__init__()
         self.param,self.loss = nn.Parameter(torch.zeros(())),torch.zeros((), requires_grad=True)
     def forward(self, x): return self.loss
 
 def empty(dls, model):
-    "fastai's loop and callbacks around nothing"
+    "fastai's loop and callbacks, with nothing to compute"
     return Learner(dls, Nothing(), lambda p,t: p, partial(Optimizer, cbs=[]), lr=lr)
 
 stacks = {
@@ -106,9 +106,15 @@ stacks = {
     "fastai's loop around nothing": partial(fit, empty)}
 first,hand,careful,own,loop = [list(stacks)[i] for i in (0,3,4,5,6)]
 
+def shown(name):
+    "The name of a model or contender, as tables show it"
+    names = {'as an xresnet50': 'xresnet50-like', 'ViT of 6 layers': '6-layer ViT', hand: 'PyTorch loop',
+             careful: 'PyTorch loop, norms in fp32', own: '**`to_fp16_dynamic`**, `AdamW16`, `GradientNormClip`', loop: 'empty fastai loop'}
+    return names.get(name, name.replace('fastai `', '`'))
+
 # %% operators and reads
 class Operators(TorchDispatchMode):
-    "Counts what is dispatched, and reads by the host; `marks` has both where batches, forward and backward passes begin or end"
+    "Counts dispatched operators and reads by the host; `marks` has both counts where batches and passes begin or end"
     def __init__(self):
         super().__init__()
         self.n,self.reads,self.marks = 0,0,[]
@@ -122,7 +128,7 @@ class Operators(TorchDispatchMode):
     def mark(self, what): self.marks.append((what,self.n,self.reads))
 
 def count(stack, model, batches):
-    "Of the last step but one: operators in forward pass (casts of weights belong to it) and backward pass, the other operators, all reads"
+    "Counts of the second to last step: operators in the forward (with casts of weights) and backward pass, other operators, and reads"
     run,backward,tolist,prepared = stack(model, batches),torch.Tensor.backward,torch.Tensor.tolist,Learner._do_one_batch
     run() # the first fit makes the state
     with Operators() as ops:
@@ -160,22 +166,23 @@ def measure(name, bs, d, steps, rounds):
     return [dict(model=name, tensors=tensors, batch_size=bs, contender=k, **row(k, t)) for k,t in times.items()]
 
 def table(res):
-    "Markdown"
-    head = ['model, batch size', 'contender', 'ms a step (quartiles)', 'of `to_fp16`', 'of the floor',
-            'of that with norms in fp32', 'operators: forward and backward', 'rest of the step', 'reads']
+    "A Markdown table"
+    head = ['model, batch size', 'training loop', 'ms per step (quartiles)', 'relative to `to_fp16`', 'relative to baseline',
+            'relative to baseline with norms in fp32', 'operators in forward and backward', 'other operators', 'reads']
     lines = ['| '+' | '.join(head)+' |', '| --- | --- |'+' --: |'*7]
     for r in res['rows']:
         ms = '{1:.2f} ({0:.2f} to {2:.2f})'.format(*r['ms'])
         ratios = [f'{r[k][1]:.2f}' for k in ('over_to_fp16','over_floor','over_careful_floor')]
         counts = [str(r[k]) for k in ('operators_forward_backward','operators_step','reads')]
-        lines.append('| '+' | '.join([f"{r['model']}, {r['batch_size']}", r['contender'], ms, *ratios, *counts])+' |')
+        lines.append('| '+' | '.join([f"{shown(r['model'])}, {r['batch_size']}", shown(r['contender']), ms, *ratios, *counts])+' |')
     return '\n'.join(lines)
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name,default in dict(width=16, steps=20, rounds=31).items(): p.add_argument('--'+name, type=int, default=default)
+    for name,default,what in (('width',16,'width of the layers'), ('steps',20,'steps per round'), ('rounds',31,'rounds')):
+        p.add_argument('--'+name, type=int, default=default, help=what)
     p.add_argument('--bs', type=int, nargs='+', default=[8,32], help='batch sizes')
-    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results')
     a = p.parse_args(args)
     torch.set_num_threads(1) # there is nothing to share
     rows = [r for bs in a.bs for name in models for r in measure(name, bs, a.width, a.steps, a.rounds)]

@@ -1,4 +1,4 @@
-"What fastai's `to_fp16`, its `to_non_native_fp16` and `to_fp16_dynamic` survive: trainings that fp32 does well, and what happens in a fit"
+"Which trainings and events do fastai's `to_fp16`, its `to_non_native_fp16` and `to_fp16_dynamic` survive?"
 import json,math,tempfile,warnings
 from functools import partial
 from pathlib import Path
@@ -7,14 +7,14 @@ with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     from fastai.callback.all import GradientClip,SaveModelCallback
     from fastai.basics import SGD,Callback,DataLoader,DataLoaders,Learner,default_device,nn,set_seed
-    import fastai_amp16.all # noqa: F401 (it gives `Learner` its methods)
+    import fastai_amp16.all # noqa: F401 (it adds methods to `Learner`)
 from fastais import fastais
 from hostile import fit,zoo
 from machine import machine
 
 contenders = ('to_fp16','to_non_native_fp16','to_fp16_dynamic')
 
-# %% trainings, of benchmarks/hostile.py
+# %% trainings of benchmarks/hostile.py
 trainings = {'RegNetY with Squeeze-and-Excitation on raw counts': 'regnety', 'residual network without norms': 'norm_free',
              'attention mask: `+(1-m)*-1e9`': 'masked_add', 'attention mask: `masked_fill(m, -1e9)`': 'masked_fill',
              'attention in the units of the data': 'large_logits', 'RMS norm written by hand': 'rms',
@@ -24,7 +24,7 @@ trainings = {'RegNetY with Squeeze-and-Excitation on raw counts': 'regnety', 're
              'one image in a hundred with a broken pixel': 'broken_pixels', 'magnitude of small complex numbers': 'backward_only'}
 
 def figure(name, to):
-    "Accuracy or R² at the end, NaN where it raises"
+    "The final accuracy or R², or NaN if the training raises an error"
     s = zoo[name]
     try:
         with fastais(): return fit(getattr(s.make(0), to)(), s.epochs, s.lr)
@@ -32,7 +32,7 @@ def figure(name, to):
 
 # %% events in a small, healthy training
 class Spoil(Callback):
-    "Spoils some training batches, counted from 1: by infinite inputs, or by gradients a million times the usual size, which fp32 can hold"
+    "Spoils some training batches, counted from 1: by infinite inputs, or by gradients a million times as large, which fp32 can hold"
     order,run_valid = 5,False
     def __init__(self, batches, backward=False): self.batches,self.backward,self.i = batches,backward,0
     def before_batch(self):
@@ -59,13 +59,13 @@ def loss(learn):
 def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
 def same(a, b): return all(torch.equal(x, y) for x,y in zip(a, b))
 def learns(learn, n=6):
-    "Does a further fit bring the loss down, and leave finite weights of fp32?"
+    "Whether another fit lowers the loss, and leaves finite fp32 weights"
     before = loss(learn)
     quiet(learn, n)
     return loss(learn)<0.9*before and all(p.isfinite().all() and p.dtype==torch.float32 for p in learn.model.parameters())
 
 class Do(Callback):
-    "Calls `f(learn)` at `event` of the third training batch"
+    "Calls `f(learn)` in `event` of the third training batch"
     run_valid = False
     def __init__(self, event, f, order=0): self.i,self.f,self.order = 0,f,order; setattr(self, event, self.call)
     def call(self):
@@ -80,7 +80,7 @@ def ctrl_c(to):
     return not torch.is_autocast_enabled(default_device().type) and learns(learn)
 
 def persistent(to):
-    "Ours would end the fit at the third, and say so"
+    "`to_fp16_dynamic` would end the fit at the third such batch, unless `patience` is larger"
     learn = learner(to, cbs=Spoil(range(1, 201)))
     if to=='to_fp16_dynamic': learn.mixed_precision.patience = 1000
     return learns(quiet(learn, 25))
@@ -115,7 +115,7 @@ def load(to):
     return all((p==torch.tensor(0.3)).all() for p in learn.model.parameters())
 
 def clip(to):
-    "SGD with a rate of 1: a step is as long as the gradient, which is cut to 1e-3"
+    "With SGD and a learning rate of 1, a step is as long as the gradient, which is clipped to 1e-3"
     learn = learner(to, cbs=GradientClip(1e-3), opt_func=partial(SGD, wd=0.))
     before = weights(learn)
     quiet(learn, 1, lr=1.)
@@ -130,7 +130,7 @@ def validate(to):
     return learns(quiet(learner(to, cbs=Do('after_batch', check))))
 
 def mid_fit_checkpoint(to):
-    "What is saved in the middle of a fit are the weights of fp32"
+    "A checkpoint in the middle of a fit holds fp32 weights"
     found = []
     def is_fp32(t): return t.dtype==torch.float32 and not torch.equal(t, t.half().float())
     def look(learn): found.append(all(is_fp32(v) for k,v in learn.model.state_dict().items() if k.endswith('weight') and v.ndim>1))
@@ -138,7 +138,7 @@ def mid_fit_checkpoint(to):
     return found==[True]
 
 def resume(to):
-    "After overflows, which lower the loss scale"
+    "A resumed fit ends bit for bit like an uninterrupted one, after overflows that lower the loss scale"
     with tempfile.TemporaryDirectory() as d:
         def make(): return learner(to, cbs=Spoil([6,12], backward=True), path=d)
         whole = quiet(make(), 4, cbs=SaveModelCallback(every_epoch=True, fname='epoch', with_opt=True))
@@ -170,7 +170,7 @@ def passes(event, to):
 everything = {**trainings, **events}
 
 def row(what, key):
-    "Does each of `contenders` survive the training or the event `key`?"
+    "Which of `contenders` survive the training or the event `key`"
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         if callable(key): return dict(what=what, kind='event', **{to: passes(key, to) for to in contenders})

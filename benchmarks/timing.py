@@ -1,4 +1,4 @@
-"Contenders side by side in one process: what the machine does meanwhile happens to all of them"
+"Times contenders that take turns in one process, so that changes in the speed of the machine affect all of them"
 import gc,statistics,time
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch.nn.utils import clip_grad_norm_
 from fastais import fastais
 
 class Batches:
-    "A list of batches, on the device already, in the place of a data loader; `times` has the clock before each batch, and at the end"
+    "A list of batches that are on the device already, in place of a data loader; `times` has the time before each batch, and at the end"
     def __init__(self, items): self.items,self.times,self.at_batch = items,[],None
     def __len__(self): return len(self.items)
     def __iter__(self):
@@ -16,18 +16,18 @@ class Batches:
             self.times.append(time.perf_counter())
             if o is not None: yield o
     def steps(self):
-        "Seconds of each step but the first, which allocates"
+        "Seconds of each step, except the first one, which allocates memory"
         return [b-a for a,b in zip(self.times[1:], self.times[2:])]
 
 def by_fastai(learn, batches):
-    "A contender: an epoch of `learn`, whose data are `batches`"
+    "A contender: an epoch of `learn`, whose data is `batches`"
     def run():
         with fastais(), learn.no_bar(), learn.no_logging(): learn.fit(1)
         return batches.steps()
     return run
 
 def by_hand(model, batches, dtype=torch.float16, lr=1e-3):
-    "A contender: the loop of PyTorch's documentation, with fused AdamW and clipping; in fp16 with a `GradScaler`, in fp32 without autocast"
+    "A contender: the loop in PyTorch's documentation, with fused AdamW and clipping; `GradScaler` in fp16, and no autocast in fp32"
     dev = batches.items[0][0].device.type
     model.to(dev)
     opt,loss_func = torch.optim.AdamW(model.parameters(), lr, fused=True),nn.CrossEntropyLoss()
@@ -47,18 +47,18 @@ def by_hand(model, batches, dtype=torch.float16, lr=1e-3):
     return run
 
 def interleaved(
-    contenders, # Name to function: runs some steps and returns the seconds of each
-    rounds # How many times each of them runs, one after another
+    contenders, # Dict from names to functions that run some steps and return the seconds of each
+    rounds # How many times each contender runs
 ):
-    "Name to the median seconds of a step in each round"
+    "Returns a dict from names to the median seconds of a step in each round"
     res = {k: [] for k in contenders}
     names = list(contenders)
     gc.collect()
-    gc.freeze() # what there is now need not be looked through again
-    gc.disable() # a collection would hit one of them
+    gc.freeze() # no need to scan existing objects again
+    gc.disable() # a collection would slow down only one of them
     try:
         for i in range(rounds+1):
-            for k in names[i%len(names):]+names[:i%len(names)]: # none is always behind the same other
+            for k in names[i%len(names):]+names[:i%len(names)]: # no contender always follows the same one
                 t = statistics.median(contenders[k]())
                 if i: res[k].append(t) # the first round warms up
             gc.collect()

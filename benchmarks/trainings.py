@@ -1,11 +1,11 @@
-"Small, real trainings as fastai users do them, on data that scikit-learn brings along; all of them go well in fp32"
+"Small, realistic trainings, on data that comes with scikit-learn; all of them work well in fp32"
 import warnings
 from collections import namedtuple
 from functools import cache,partial
 from importlib.resources import files
 import torch
 import torch.nn.functional as F
-with warnings.catch_warnings(): # of what torch and pandas deprecate and fastai still uses
+with warnings.catch_warnings(): # deprecation warnings of PyTorch and pandas
     warnings.simplefilter('ignore')
     from fastai.tabular.all import *
     from fastai.callback.rnn import rnn_cbs
@@ -18,7 +18,7 @@ from fastai_amp16.all import AdamW16,GradientNormClip
 from fastai_amp16.demo import RegNetY,digits_dls,small_cnn
 import hostile
 
-Training = namedtuple('Training', 'make epochs lr') # for `make(seed).fit_one_cycle(epochs, lr)`; the first metric is best at 1
+Training = namedtuple('Training', 'make epochs lr') # for `make(seed).fit_one_cycle(epochs, lr)`; the first metric is at most 1
 
 def learner(*args, clip=False, **kwargs):
     "`hostile.learner` on the default device; with `clip`, gradients are clipped"
@@ -29,7 +29,7 @@ def learner(*args, clip=False, **kwargs):
 # %% images
 many = dict(n=1437, n_valid=360, bs=64)
 def digits(n):
-    "`n` of 1797 images, 1x8x8 of mean 0 and deviation 1, and their classes"
+    "`n` of 1797 images of 1x8x8 pixels, with mean 0 and standard deviation 1, and their classes"
     x,y = [torch.tensor(o) for o in load_digits(return_X_y=True)]
     x,idxs = (x-x.mean())/x.std(),torch.randperm(len(x))[:n]
     return x.float().view(-1, 1, 8, 8)[idxs],y[idxs]
@@ -54,7 +54,7 @@ def unet(seed):
     return learner(seed, noisy, UNet, MSELossFlat(), hostile.r2, **many)
 
 class Halves(nn.Module):
-    "How well each left half of an image fits each right half in the batch, as CLIP has it of images and captions"
+    "Scores how well each left half of an image matches each right half in the batch, as CLIP does for images and captions"
     def __init__(self):
         super().__init__()
         def encoder(): return nn.Sequential(nn.Flatten(), nn.Linear(32, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 32))
@@ -71,7 +71,7 @@ def halves(seed): return learner(seed, digits, Halves, contrast, retrieval, **ma
 
 # %% transformers
 class Transformer(nn.Module):
-    "On `n` tokens of size `d` by `embed`: classes of their mean or, where `causal`, of each, by what stands before it"
+    "A transformer on `n` tokens of size `d` that `embed` makes: classifies their mean or, if `causal`, each token"
     def __init__(self, embed, n, c, d=32, depth=2, causal=False):
         super().__init__()
         self.embed,self.pos = embed,nn.Parameter(torch.randn(n, d)*0.1)
@@ -89,7 +89,7 @@ def vit(seed): return learner(seed, digits, lambda: Transformer(patches(), 16, 1
 # %% text
 @cache
 def text():
-    "scikit-learn's descriptions of its data sets, each character as a number, and how many different ones there are"
+    "scikit-learn's descriptions of its datasets, with each character as a number, and the number of different characters"
     docs = sorted((o for o in files('sklearn.datasets.descr').iterdir() if o.name.endswith('.rst')), key=lambda o: o.name)
     s = ' '.join(' '.join(o.read_text(encoding='utf8').split()) for o in docs)
     vocab = {o: i for i,o in enumerate(sorted(set(s)))}
@@ -116,7 +116,7 @@ def awd_lstm(seed):
 
 # %% tables
 def tabular(load, block, metric, seed, **kwargs):
-    "Each column as a number; those of few values as categories"
+    "A tabular learner: columns with few values are categories, all others are numbers"
     set_seed(seed, reproducible=True)
     df = load(as_frame=True).frame
     cats = [o for o in df.columns[:-1] if df[o].nunique()<10]
@@ -128,7 +128,7 @@ def classification(seed): return tabular(load_breast_cancer, CategoryBlock(), ac
 def regression(seed): return tabular(partial(load_diabetes, scaled=False), RegressionBlock(), hostile.r2, seed, y_range=(0,400))
 
 def ratings(seed, n_factors=8, n_users=400):
-    "Images as users, pixels as items, and what is seen of the one at the other as ratings from 0 to 16"
+    "Collaborative filtering with images as users, pixels as items, and the values of the pixels as ratings from 0 to 16"
     def data(n):
         x = torch.tensor(load_digits().data[:n_users]).float()
         pairs = torch.cartesian_prod(torch.arange(n_users), torch.arange(64))[torch.randperm(n_users*64)[:n]]

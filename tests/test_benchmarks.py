@@ -23,14 +23,14 @@ def test_short_fits(tmp_path, capsys):
         assert max(skipping['skipped'])>0 and skipping['reruns']==again['skipped']==[0,0] and max(again['reruns'])>0
         assert any(again['promoted']) and max(again['distance'])<1<max(skipping['distance'])
     out,furthest,nearest = capsys.readouterr().out,*(max(r['distance']) for r in rows[:2])
-    assert f'After 4 steps, running again is within {short_fits.percent(nearest)} of' in out
-    assert f'skipping is up to {short_fits.percent(furthest)} off' in out
+    assert f'After 4 steps, fits that run batches again are within {short_fits.percent(nearest)} of' in out
+    assert f'fits that skip steps are up to {short_fits.percent(furthest)} off' in out
     assert (tmp_path/'x.png').stat().st_size>10_000 and out.count('\n| broken pixels |')==2
 
 def test_short_fits_claim_only_what_they_show():
     def row(to, *distance): return dict(contender=to, steps=15, distance=list(distance))
     better = [row('skipping', 1., 3.), row('running again', 0., 2.)]
-    assert '2 %' in short_fits.claim(better) and '3 %' in short_fits.claim(better)
+    assert '2%' in short_fits.claim(better) and '3%' in short_fits.claim(better)
     assert '%' not in short_fits.claim([*better, row('skipping', 0.1), row('running again', 0.2)])
 
 @pytest.mark.parametrize('name', [o for o in short_fits.cases if o!='collaborative filtering']) # the slowest, and like the first
@@ -92,7 +92,8 @@ def test_step_cost(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(step_cost, 'models', {name: make})
     step_cost.main(f'--rounds 1 --steps 3 --bs 8 --out {tmp_path}/x.json'.split())
     of = {r['contender']: r for r in read(tmp_path/'x.json')['rows']}
-    assert list(of)==list(step_cost.stacks) and all(r['ms'][0]>0 for r in of.values()) and '| ours |' in capsys.readouterr().out
+    assert list(of)==list(step_cost.stacks) and all(r['ms'][0]>0 for r in of.values())
+    assert '| **`to_fp16_dynamic`**, ' in capsys.readouterr().out
     ours,theirs = of[step_cost.own],of[step_cost.first]
     assert ours['tensors']==161 and ours['operators_step']<=30 and ours['reads']==1 and theirs['operators_step']>10*161
     assert of[step_cost.hand]['reads']==0 and of[step_cost.loop]['operators_step']<10
@@ -176,13 +177,14 @@ def test_doctor(tmp_path, capsys):
     assert worst.pop('squeezenet1_1')!='warning' and worst.pop('tiny_loss') is None
     assert set(worst)==set(doctor.hazards) and set(worst.values())=={'error','warning'} and res['in_steps']['MLP, 3 layers'][1]>0
     assert 'timm is not installed: its 1 healthy models' in out and '| hostile | hazards | 10 |' in out
-    assert 'without need: none' in out and 'tiny_loss (trainings)' in out
+    assert 'False alarms: none' in out and '`tiny_loss` (trainings)' in out
 
 def test_the_doctor_is_said_to_be_wrong_where_it_is():
     def row(kind, name, worst): return dict(kind=kind, group='g', name=name, worst=worst)
     models = ('healthy','a','warning'),('healthy','b','info'),('hostile','c','info'),('hostile','d','error')
     res = dict(rows=[row(*o) for o in models])
-    assert doctor.alarms(res).startswith('Warned of without need: a (g). ') and doctor.alarms(res).endswith('ones: c (g).')
+    assert doctor.alarms(res).startswith('False alarms: `a` (g). ') and doctor.alarms(res).endswith('without a warning: `c` (g).')
+    assert 'about 1 of 2 models' in doctor.claim(res) and 'about 1 of 2 healthy' in doctor.claim(res)
     assert '| healthy | g | 2 | 0 | 1 | 1 | 0 |' in doctor.table(res)
 
 # %% the policies
@@ -244,7 +246,7 @@ def test_record_and_replay(tmp_path, capsys):
         assert (math.log2(row.loss_scale),row.reruns,row.skipped)==(scale,reruns,False) and bool(reruns)==bool(more)
     rows = read(tmp_path/'x.json')['rows']
     assert {r['data'] for r in rows if r['kind']=='training'}=={name} and {r['policy'] for r in rows}==set(scale_policy.policies)
-    assert '| ours | ' in capsys.readouterr().out
+    assert '| **`to_fp16_dynamic`** | ' in capsys.readouterr().out
 
 # %% published failures
 @pytest.mark.parametrize('name,entry', [('T5','body.encoder.block.1.layer.1.DenseReluDense.wo'), ('XCiT','blocks.1.attn')])
@@ -255,7 +257,7 @@ def test_published(name, entry, tmp_path, capsys):
     r, = read(tmp_path/'x.json')['rows']
     assert r['named'] and published.ends(r) and r['plain'].startswith('53% of 15 steps skipped') # all since the fault
     assert [o.rstrip('.') for o in r['promoted']]==[entry] and not r['spare'] and r['half']<=r['could_be']<=r['layers'] and r['pause']>1
-    assert f'| [{name}](https://' in (out := capsys.readouterr().out) and 'Of these fits, all 1 end' in out
+    assert f'| [{name}](https://' in (out := capsys.readouterr().out) and 'all 1 fits end' in out
 
 def test_published_finds_what_is_to_spare():
     "A layer too many, and a layer of a module whose code alone is at fault"
@@ -273,9 +275,10 @@ def test_published_says_what_goes_badly():
                 named=True, spare=[], half=9, could_be=9, layers=10, pause=5.4, reports=[dict(producer='b.wo', op='linear')])
     bad = dict(good, name='z', distance=0.5, named=False, spare=['b.c'], half=3, reports=[dict(producer='', op=None)])
     table = published.table(dict(rows=[good, bad])).splitlines()
-    assert table[2]=='| [a](https://a) | `wo` | 100% of 15 steps skipped | yes, 0.1 % | 2 % | yes: `linear` in `b.wo` | 9 of 10 | yes | 5 |'
-    assert '| no, 50 % | 2 % | no: ' in table[3] and '| 3 of 10 (9 could) | no |' in table[3]
-    assert published.claim([good, bad]).count('1 of 2')==3 and 'in 1 of them' in published.claim([good, bad])
+    assert table[2]=='| [a](https://a) | `wo` | 100% of 15 steps skipped | yes, 0.1% | 2% | yes: `linear` in `b.wo` | 9 of 10 | yes | 5 |'
+    assert '| no, 50% | 2% | no: ' in table[3] and '| 3 of 10 (9 could) | no |' in table[3]
+    assert published.claim([good, bad]).count('1 of 2')==3 and 'In 1 of 2 fits' in published.explained([good, bad])
+    assert 'The other 1 ends 50% away' in published.explained([good, bad]) and not published.explained([good])
     assert not published.ends(dict(good, skipped=1))
 
 def test_published_without_the_libraries(monkeypatch, capsys):
