@@ -1,14 +1,16 @@
 "README, site and notebooks show what the code does, and nothing of the machine they were made on"
-import importlib,inspect,json,re,symtable
+import importlib,inspect,json,math,re,symtable
 from dataclasses import is_dataclass
 from functools import partial
 from html import escape
 from pathlib import Path
 import pandas as pd
-import pytest
+import pytest,torch
+from fastai.callback.fp16 import AMPMode
 from fastcore.docments import docments
 from fastcore.nbio import read_nb
-import docs,gpu,readme,report,survival
+from torch import nn
+import docs,gpu,readme,report,signatures,survival
 
 root = Path(__file__).parent.parent
 nbs = sorted((root/'nbs').rglob('*.ipynb'))
@@ -98,6 +100,74 @@ def test_parameters_are_explained(name, o):
 @pytest.mark.parametrize('name,o', [*functions(), *((n,o) for n,o in public() if isinstance(o, type))], ids=named)
 def test_docstrings(name, o): assert o.__doc__ and o.__doc__!=partial.__doc__ or getattr(o, '__name__', '')=='__init__'
 
+def known(
+    model:nn.Module, # What trains
+    dtype:torch.dtype|None=None, # 'fp16' or `a | b`
+    *args, mode:str|AMPMode=AMPMode.FP16, # One | the other
+    scale=2.**-24, # Lowest
+    bound=math.inf # Highest
+) -> bool: # Does it train?
+    "Train, perhaps"
+
+def test_parameters_are_a_table():
+    assert signatures.signature('known', known)=="""### `known` { #known data-toc-label="known" }
+
+```{ .python .signature }
+known(model, dtype=None, *args, mode='fp16', scale=2.**-24, bound=math.inf) -> bool
+```
+
+Train, perhaps
+
+| Parameter | Type | Default | Meaning |
+| --- | --- | --- | --- |
+| <code>model</code> | `nn.Module` |  | What trains |
+| <code>dtype</code> | `torch.dtype` \\| `None` | <code>None</code> | `'fp16'` or `a | b` |
+| <code>args</code> |  |  |  |
+| <code>mode</code> | `str` \\| `AMPMode` | <code>'fp16'</code> | One \\| the other |
+| <code>scale</code> | `float` | <code>2.**-24</code> | Lowest |
+| <code>bound</code> | `float` | <code>math.inf</code> | Highest |
+| *returns* | `bool` |  | Does it train? |"""
+
+listed,methods = {n for n,_ in public()},{n for n,_ in functions() if '.' in n}
+
+@pytest.mark.parametrize('name,o', [*public()], ids=named)
+def test_signatures_are_as_you_write_them(name, o):
+    "No `<class …>`, `<enum …>` or `<factory>`; all parameters in the table, and all public methods, here or with a signature of their own"
+    text = signatures.signature(name, o, listed)
+    assert not re.search(r'(<|&lt;)(class|enum|function|factory)\b|\bobject at\b|NoneType', text)
+    if not callable(o) or isinstance(o, partial): return
+    shown = re.findall(r'^\| <code>(\w+)', text, re.M)
+    assert {k for k,p in signatures.parameters(o).items() if p['meaning']}-{'return'}<={*shown}
+    assert {n for n in methods if n.startswith(f'{name}.')}<={*listed, *(f'{name}.{o}' for o in shown)}
+
+@pytest.mark.parametrize('fn', docs.library, ids=lambda o: o.stem)
+def test_code_is_behind_closed_folds_and_signatures_are_before_it(fn):
+    module = docs._module(fn)
+    for c in read_nb(fn).cells:
+        if 'export' not in readme.directives(c): continue
+        *heads,fold = [*docs.exported(c, module)] or [None]
+        found = docs.names(readme.code(c), module)
+        assert [*found]==re.findall(r'^### `([^`]+)`', '\n'.join(heads), re.M)
+        if not fold: assert not found and re.match('import|from', readme.code(c)) # imports alone are not shown
+        else:
+            tag,head,*_ = fold.split('\n')
+            assert re.fullmatch(r'<details(?!.* open).*>', tag) and re.fullmatch('<summary>(Source|Internal: <code>.*)</summary>', head)
+            assert 'data-search-exclude' in fold and readme.code(c) in fold and bool(found)==('<summary>Source<' in fold)
+
+answers = [ # what you type into the search, a page that answers it, and words of the answer
+    ('Gradient overflow. Skipping step', 'tutorials/'), ('NaN', 'tutorials/epsilon.html'),
+    ('hysteresis', 'scaler.html'), ('keep_fp32', 'precision.html'), ('master weights', 'tutorials/master_weights.html'),
+    ('DataParallel', 'scaling.html'), ('loss scale', 'scaler.html')]
+
+def check_search(index):
+    "Each section is in it, but no code behind a fold and no source page; tutorials count most"
+    entries = [{**o, 'words': ' '.join(re.sub('<[^>]*>', '', o['title']+' '+o['text']).split())} for o in index['docs']]
+    for words,page in answers: assert any(o['location'].startswith(page) and words in o['words'] for o in entries), words
+    boosts = {o['location'].split('#')[0]: o['boost'] for o in entries}
+    assert not any(o.startswith('source/') for o in boosts) and boosts['tutorials/epsilon.html']>boosts['scaler.html']>boosts['nested.html']
+    assert not any('_HalfCopies' in o['text'] for o in entries if o['location'].startswith('precision'))
+    assert index['config']['fields']['title']['boost']<100 # else a word in a title beats any number of words in a text
+
 def test_site(tmp_path):
     "It can be built, with all links and anchors in order; each exported name has its signature, and nothing of it needs a network"
     docs.build(tmp_path)
@@ -108,7 +178,14 @@ def test_site(tmp_path):
         assert not re.search(r'href="[^"]*ipynb', text), path
         assert not re.search(r'<(script|link|img|iframe)[^>]*(src|href)="(https?:)?//', text), path
         for o in re.findall(r'<img [^>]*src="([^"]*)"', text): assert (path.parent/o).exists(), o
+        assert re.search(r'<meta name="description" content="[^"]{10,}"', text), path
+        assert len(re.findall('<table', text))==len(re.findall('<div class="scroll"><table|<table class="highlighttable"', text)), path
+        assert not re.search(r'<details[^>]* open|&lt;details|```', text) or path.parent.parent.name=='source', path
+    assert 'overflow-x: auto' in re.search(r'\.scroll \{[^}]*\}', (tmp_path/'site.css').read_text())[0]
+    nav = re.findall(r'class="md-tabs__item.*?<a [^>]*>\s*(.*?)\s*</a>', pages[tmp_path/'index.html'], re.S)
+    assert nav==['Overview','Tutorials','Library',*map(docs.title, docs.guides),'Benchmarks','Source','Changelog','Contributing']
     assert re.search(r'<style[^>]*>[^<]*rgba\(218,54,51,.22\)', pages[tmp_path/'tutorials'/'reports.html']) # the row of the producer
+    check_search(json.loads((tmp_path/'search'/'search_index.json').read_text()))
 
 def names_in(source):
     "Names that code binds at its top level, imports aside, and names that it takes from there"

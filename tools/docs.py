@@ -85,9 +85,10 @@ known = {} # public names, and methods of fastai's `Learner` without it: the pag
 images = {} # files that are shown, and where they are on the site
 
 def is_meant(name, here):
-    "Does `name` on the page of `here` mean what has this name? An ordinary word does so only where the module has it"
+    "Does `name` on the page of `here` mean what has this name? An ordinary word does so where the module has it, or all are listed"
     obj,module = known[name][2],_module(here)
-    return not re.fullmatch('[a-z]+', name) or module is not None and vars(module).get(name) is obj
+    if here.stem=='architecture' or not re.fullmatch('[a-z]+', name): return True
+    return module is not None and vars(module).get(name) is obj
 
 def linked(text, here):
     "Links to notebooks and files as links to their pages; names in backticks as links to signatures, but not in code and headings"
@@ -181,8 +182,8 @@ def config(out):
         validation=dict.fromkeys(checks, 'warn'))
 
 def _source(path):
-    "The page of a Python file"
-    return f'# {path.relative_to(root)}\n\n```python linenums="1"\n{path.read_text()}\n```'
+    "The page of a Python file, which may have fences of three backticks itself"
+    return f'# {path.relative_to(root)}\n\n``````python linenums="1"\n{path.read_text()}\n``````'
 
 def _mkdocs(folder, out):
     "Let MkDocs make pages in `out` of the Markdown in `folder`; its successor is no concern of who reads this"
