@@ -373,7 +373,7 @@ Healing pauses a fit for as long as {_span((r['pause'] for r in rows), '.0f')} o
 - **Pause**: the goal was at most 60 steps, or 80 with 96 blocks, and is met in {pause} of {len(rows)} rows.
 
 The models are transformers of small blocks, each with six linear layers. In the first batch, numbers beyond 65504 occur in the middle
-block, or in all blocks. The table counts the forward passes of the step that heals, without the one that each step has, and its time in
+block, or in all blocks. The table counts the forward passes of the step that heals, except for the one that every step has, and its time in
 ordinary steps of the same fit. Missed goals are bold. All numbers are medians of {res['fits']} fits, except for those with 96 blocks, which
 ran once.
 {res['machine']}.
@@ -413,8 +413,8 @@ def _doctor():
 
 {doctor.claim(res)}.
 
-`fp16_doctor` runs one batch of noise through models with fresh weights. Each counts by the worst finding about the model; findings about
-the optimizer and the device do not count. Hostile models are:
+`fp16_doctor` runs one batch of noise through models with fresh weights. The table counts each model by its worst finding, apart from
+findings about the optimizer and the device. Hostile models are:
 
 - the trainings of [hostile.py](hostile.py);
 - hazards of a few lines;
