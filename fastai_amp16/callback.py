@@ -78,8 +78,8 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
 
     Replaces fastai's `MixedPrecision`, also as `learn.mixed_precision`. The model's own parameters are the master weights, so you read,
     edit, save and load the weights that are trained. A batch whose gradients are not finite runs again, at a lower loss scale or with the
-    layers that overflow in fp32. A step is skipped only if fp32 could not take it either. The loss scale carries over from fit to fit, and
-    checkpoints with the optimizer contain it.
+    layers that overflow in fp32. By default, a step is skipped only if fp32 could not take it either. The loss scale carries over from fit
+    to fit, and checkpoints with the optimizer contain it.
 
     `n_skipped` counts skipped steps, `n_rerun` repeated attempts, and `skipped` tells whether the current step is skipped. `history` has a
     row for each step. `scaler` is the `DynamicScaler`. `step_norm` is the gradient norm of the current step (in `before_step`, for

@@ -215,7 +215,8 @@ def _large_constants(e):
         masks = c<0 or attends or n.op in {*_casts,'masked_fill','where'}
         masked = ', and a row that is masked completely becomes NaN' if masks else ''
         effect = 'this raises an error' if raises else 'this becomes infinite'+masked
-        yield Finding('error' if raises else 'warning', n.module, f"`{n.op}` with {c:g}: {e.kind} ends at {e.max:g}, so {effect}.",
+        fact = f"`{n.op}` with {c:g}: the largest {e.kind} number is {e.max:g}, so {effect}."
+        yield Finding('error' if raises else 'warning', n.module, fact,
             (f"# in its code: torch.finfo(scores.dtype).min instead of {c:g}; or\n" if masks else '')+'{keep}', e.own(n.module))
 
 # %% ../nbs/20_doctor.ipynb #6519d41c
