@@ -176,6 +176,7 @@ def test_site(tmp_path):
     for n,_ in public(): assert any(f'<h3 id="{n}">' in o for o in pages.values()), n
     for path,text in pages.items():
         assert not re.search(r'href="[^"]*ipynb', text), path
+        assert not re.search(r'href="[./]*(README\.md|examples/\w+\.py)', text), path # these have pages
         assert not re.search(r'<(script|link|img|iframe)[^>]*(src|href)="(https?:)?//', text), path
         for o in re.findall(r'<img [^>]*src="([^"]*)"', text): assert (path.parent/o).exists(), o
         assert re.search(r'<meta name="description" content="[^"]{10,}"', text), path

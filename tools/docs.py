@@ -12,7 +12,7 @@ lib,nbs = 'fastai_amp16',root/'nbs'
 library,tutorials = sorted(nbs.glob('[0-9]*.ipynb')),sorted((nbs/'tutorials').glob('*.ipynb'))
 guides = sorted(nbs.glob('[!0-9]*.ipynb'), key=lambda o: (o.stem=='architecture', o.stem))
 guides.remove(nbs/'index.ipynb')
-scripts = [*sorted((root/lib).glob('[!_]*.py')), *sorted((root/'benchmarks').glob('*.py'))]
+scripts = [*sorted((root/lib).glob('[!_]*.py')), *sorted((root/'benchmarks').glob('*.py')), *sorted((root/'examples').glob('*.py'))]
 
 def _stem(nb): return re.sub(r'^\d+_', '', nb.stem)
 pages = {
@@ -95,6 +95,7 @@ def linked(text, here):
     at = Path(pages[here]).parent
     def file(m):
         path = (here.parent/m[1]).resolve()
+        if path==root/'README.md': path = nbs/'index.ipynb'
         if path.suffix=='.png': images[path] = f'images/{path.name}'
         to = pages.get(path) or images.get(path)
         return f"]({os.path.relpath(to, at)}{m[2] or ''})" if to else f']({m[1]})'
@@ -130,7 +131,8 @@ def _nav():
     def sources(folder): return [{o.name: pages[o]} for o in scripts if o.parent.name==folder]
     parts = [{'For training': named(filter(is_for_all, library))}, {'Inside': named(o for o in library if not is_for_all(o))}]
     return [{'Overview': 'index.md'}, {'Tutorials': named(tutorials)}, {'Library': parts}, *named(guides), {'Benchmarks': 'benchmarks.md'},
-            {'Source': [{o: sources(o)} for o in (lib,'benchmarks')]}, {'Changelog': 'CHANGELOG.md'}, {'Contributing': 'CONTRIBUTING.md'}]
+            {'Source': [{o: sources(o)} for o in (lib,'benchmarks','examples')]},
+            {'Changelog': 'CHANGELOG.md'}, {'Contributing': 'CONTRIBUTING.md'}]
 
 def _theme():
     "How it looks, by day and by night"
