@@ -107,14 +107,12 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
         **kwargs
     ):
         _prepare_learners()
-        modes,dynamic = [o.value for o in AMPMode],kwargs.get('dynamic', True)
+        modes = [o.value for o in AMPMode]
         who = type(self).__name__
         check_keywords(DynamicMixedPrecision, kwargs)
         require(amp_mode in (*modes,*AMPMode), who, 'amp_mode', amp_mode, ' or '.join(map(repr, modes)))
         require(on_spiral in ('heal','warn','raise'), who, 'on_spiral', on_spiral, "'heal', 'warn' or 'raise'")
         require(isinstance(patience, int) and patience>0, who, 'patience', patience, 'a whole number above 0')
-        static = f"dynamic=False, init_scale={float(dynamic) if isinstance(dynamic, (int,float)) else '…'}"
-        require(isinstance(dynamic, bool), who, 'dynamic', dynamic, f'True or False (for a static scale: {static})')
         store_attr('keep_fp32,on_spiral,patience,rerun')
         self.amp_mode,self.kwargs = AMPMode(amp_mode),kwargs
         self.scaler = DynamicScaler('cpu', enabled=self.amp_mode==AMPMode.FP16, **kwargs)

@@ -59,6 +59,8 @@ class DynamicScaler(GradScaler):
                  f'finite in fp32 and between min_scale={min_scale} and max_scale={max_scale}')
         require(1<growth_factor<math.inf, who, 'growth_factor', growth_factor, 'a finite number above 1')
         require(backoff_factor<1, who, 'backoff_factor', backoff_factor, 'a number between 0 and 1')
+        static = f"dynamic=False, init_scale={float(dynamic) if isinstance(dynamic, (int,float)) else '…'}"
+        require(isinstance(dynamic, bool), who, 'dynamic', dynamic, f'True or False (for a static scale: {static})')
         super().__init__(device, float(init_scale), growth_factor, backoff_factor, growth_interval, enabled)
         self.hysteresis,self.min_scale,self.max_scale,self.dynamic = hysteresis,min_scale,max_scale,dynamic
         self.start = float(init_scale)

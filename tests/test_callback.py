@@ -1,9 +1,10 @@
 "`DynamicMixedPrecision` in a `Learner`: what a user runs, beside fp32, plain PyTorch and fastai itself"
 import copy,subprocess,sys,warnings
+from functools import partial
 from unittest.mock import patch
 import pytest,torch
 from fastai.basics import Callback,CancelFitException,Learner,nn
-from fastai_amp16.all import DynamicMixedPrecision,GradientNormClip
+from fastai_amp16.all import DynamicMixedPrecision,DynamicScaler,GradientNormClip
 from torch.utils._python_dispatch import TorchDispatchMode
 from common import *
 
@@ -242,8 +243,9 @@ def test_what_the_messages_name_exists():
 
 @pytest.mark.parametrize('value,static', [(512,'512.0'), (1024.,'1024.0'), ('512','…')])
 def test_dynamic_is_not_a_scale(value, static):
-    with pytest.raises(ValueError) as e: learner().to_fp16_dynamic(dynamic=value)
-    assert f'dynamic={value!r}' in str(e.value) and f'dynamic=False, init_scale={static}' in str(e.value)
+    for f in (learner().to_fp16_dynamic, partial(DynamicScaler, 'cpu')):
+        with pytest.raises(ValueError) as e: f(dynamic=value)
+        assert f'dynamic={value!r}' in str(e.value) and f'dynamic=False, init_scale={static}' in str(e.value)
 
 @pytest.mark.parametrize('mode', ['fp8', None, 16])
 def test_unknown_amp_mode(mode):
