@@ -234,7 +234,7 @@ def _static_graph(rank):
 def test_a_first_batch_of_a_static_graph_runs_again(ranks): ranks(_static_graph)
 
 def _sends(rank):
-    "As many bytes a step as README and example say, and 4 for a batch of the validation"
+    "As many bytes a step as the page and the example say, and 4 for a batch of the validation"
     class Plain(Callback):
         "Gradients are sent by a call that can be counted"
         def before_train(self):

@@ -120,10 +120,11 @@ def _know(nb):
 
 def title(nb): return re.search(r'^# (.*)', read_nb(nb).cells[0].source)[1]
 
+imports = [o for o in ast.parse((root/lib/'all.py').read_text()).body if isinstance(o, ast.ImportFrom)]
+for_all = {n for o in imports for n in ([o.module] if o.module else [a.name for a in o.names])}
 def is_for_all(nb):
     "Does `import *` give something of a library notebook?"
-    imports = [o for o in ast.parse((root/lib/'all.py').read_text()).body if isinstance(o, ast.ImportFrom)]
-    return _stem(nb) in {n for o in imports for n in ([o.module] if o.module else [a.name for a in o.names])}
+    return _stem(nb) in for_all
 
 def _nav():
     "What stands in the menu"
@@ -174,7 +175,7 @@ def boxed(html):
 
 def config(out):
     "The settings of MkDocs, which writes to `out`"
-    extensions = ['attr_list', 'tables', 'admonition', 'md_in_html', 'pymdownx.superfences', 'pymdownx.magiclink',
+    extensions = ['attr_list', 'tables', 'md_in_html', 'pymdownx.superfences', 'pymdownx.magiclink',
                   {'pymdownx.highlight': dict(anchor_linenums=True)}, {'toc': dict(permalink=True, toc_depth=3)}]
     checks = 'omitted_files','absolute_links','unrecognized_links','anchors'
     return dict(

@@ -8,7 +8,7 @@ root = Path(__file__).resolve().parent.parent
 
 def directives(cell): return re.findall(r'^#\| *(\w+)', cell.source, re.M) if cell.cell_type=='code' else []
 
-def described(cell, heading):
+def alt_text(cell, heading):
     "What its picture shows, in words: as `#| fig-alt:` says, which Quarto reads as well; else the heading that it stands under"
     return ([heading]+re.findall(r'^#\| *fig-alt: *(.*)$', cell.source, re.M))[-1]
 
@@ -77,7 +77,7 @@ def blocks(
             if 'export' in directives(cell): yield from exported(cell)
             else:
                 if 'echo' not in directives(cell) and code(cell): yield f'```python\n{code(cell)}\n```'
-                yield from (_shown(o, picture, described(cell, heading), text, table) for o in cell.get('outputs', []))
+                yield from (_shown(o, picture, alt_text(cell, heading), text, table) for o in cell.get('outputs', []))
 
 def make():
     "The text of README.md, and a dict from the paths of its pictures to their bytes"
