@@ -65,9 +65,9 @@ def compare(name, n, seeds):
 # %% the result
 def percent(x): return f'{x:.0f}%' if x>=10 else f'{x:.2g}%'
 
-def claim(rows):
-    "What the shortest fits show, in a sentence"
-    n = min(r['steps'] for r in rows)
+def claim(rows, which=min):
+    "What the shortest fits show, in a sentence, or with `max` the longest"
+    n = which(r['steps'] for r in rows)
     worst = {to: [max(r['distance']) for r in rows if r['contender']==to and r['steps']==n] for to in contenders}
     again,skipping = worst['running again'],worst['skipping']
     if all(a<=s for a,s in zip(again, skipping)):

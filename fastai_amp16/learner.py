@@ -19,6 +19,41 @@ from .snapshot import all_noted,learner_random_states,noted
 from .diagnose import diagnose
 from .callback import DynamicMixedPrecision,check_keywords
 
+# %% ../nbs/19_learner.ipynb #ad3781b0
+def _use(learn, cb):
+    cb.make_plan(learn.model) # raises before anything changes
+    return learn.add_cb(cb)
+
+@patch
+@delegates(DynamicMixedPrecision, but=['amp_mode'])
+def to_fp16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
+    """Train in fp16 with `DynamicMixedPrecision`, which replaces any other mixed precision; `to_fp32` ends it
+
+    Raises `TypeError` for unknown arguments, `ValueError` for invalid ones and for an unsuitable model; for an
+    unsuitable optimizer, when `fit` starts."""
+    check_keywords(Learner.to_fp16_dynamic, kwargs)
+    return _use(self, DynamicMixedPrecision('fp16', **kwargs))
+
+@patch
+@delegates(DynamicMixedPrecision, but=['amp_mode',*signature(DynamicScaler).parameters])
+def to_bf16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
+    """Train in bf16 with `DynamicMixedPrecision`, which replaces any other mixed precision; `to_fp32` ends it
+
+    Raises the same errors as `to_fp16_dynamic`. Warns on a GPU that only emulates bf16."""
+    check_keywords(Learner.to_bf16_dynamic, kwargs)
+    return _use(self, DynamicMixedPrecision('bf16', **kwargs))
+
+# %% ../nbs/19_learner.ipynb #04307450
+@patch
+def diagnose_fp16(self:Learner,
+    b:tuple=None # A batch from the data loaders; by default the current one in a fit, else the first of the training set
+) -> PrecisionReport: # A table in a notebook; text by `str`, a DataFrame in `.table`, a picture by `.plot()`
+    """Run one training batch in fp32 and in half precision, and report how much room each module has left; changes nothing
+
+    Raises what the batch raises in fp32, and `ValueError` for a model without parameters or with half-precision ones."""
+    if looking(self): return # a callback that asks for a report within one
+    with training_case(self, b) as case: return diagnose(case)
+
 # %% ../nbs/19_learner.ipynb #1bf1cb2e
 Learner._fitting = False # is a fit running?
 
@@ -197,7 +232,7 @@ def _called(cb):
 
 @patch
 def add_cb(self:Learner,
-    cb # A callback, or a class of callbacks
+    cb:Callback|type # A callback, or a class of callbacks
 ):
     "fastai's own; a mixed precision replaces an earlier one, if either is a `DynamicMixedPrecision`, and prints that"
     if isinstance(cb, type): cb = cb()
@@ -211,7 +246,7 @@ def add_cb(self:Learner,
 
 @patch
 def remove_cb(self:Learner,
-    cb # A callback, or a class of callbacks
+    cb:Callback|type # A callback, or a class of callbacks
 ):
     "fastai's own; also removes the scaler of a `DynamicMixedPrecision`, so that an export does not need this package"
     res = _remove_cb(self, cb)
@@ -222,7 +257,7 @@ def remove_cb(self:Learner,
 @patch
 @contextmanager
 def added_cbs(self:Learner,
-    cbs # Callbacks, or classes of callbacks, as for `fit(cbs=…)`
+    cbs:list # Callbacks, or classes of callbacks, as for `fit(cbs=…)`
 ):
     "fastai's own; restores a mixed precision that these callbacks replaced"
     def mixed(): return [cb for cb in self.cbs if _is_mixed(cb)]
@@ -236,29 +271,6 @@ def added_cbs(self:Learner,
     finally: L(back).map(partial(_add_cb, self))
 
 for name,f in dict(add_cb=_add_cb, remove_cb=_remove_cb, added_cbs=_added_cbs).items(): _is_instead_of(Learner, name, f)
-
-def _use(learn, cb):
-    cb.make_plan(learn.model) # raises before anything changes
-    return learn.add_cb(cb)
-
-@patch
-@delegates(DynamicMixedPrecision, but=['amp_mode'])
-def to_fp16_dynamic(self:Learner, **kwargs):
-    """Train in fp16 with `DynamicMixedPrecision`, which replaces any other mixed precision; `to_fp32` ends it
-
-    Returns the learner. Raises `TypeError` for unknown arguments, `ValueError` for invalid ones and for an unsuitable model; for an
-    unsuitable optimizer, when `fit` starts."""
-    check_keywords(Learner.to_fp16_dynamic, kwargs)
-    return _use(self, DynamicMixedPrecision('fp16', **kwargs))
-
-@patch
-@delegates(DynamicMixedPrecision, but=['amp_mode',*signature(DynamicScaler).parameters])
-def to_bf16_dynamic(self:Learner, **kwargs):
-    """Train in bf16 with `DynamicMixedPrecision`, which replaces any other mixed precision; `to_fp32` ends it
-
-    Returns the learner. Raises the same errors as `to_fp16_dynamic`. Warns on a GPU that only emulates bf16."""
-    check_keywords(Learner.to_bf16_dynamic, kwargs)
-    return _use(self, DynamicMixedPrecision('bf16', **kwargs))
 
 # %% ../nbs/19_learner.ipynb #13d0d3c2
 def _loader_state(dl):
@@ -274,7 +286,7 @@ def _loader_state(dl):
 @contextmanager
 def unchanged(
     learn:Learner, # Its model, loss function and callbacks may run
-    dl=None # A data loader that may run as well
+    dl:DataLoader=None # A data loader that may run as well
 ):
     "A context in which you may run batches of `learn`; at its end everything is as before"
     owners = [vars(o) for o in (learn, *learn.cbs)]+list(_loader_state(dl))
@@ -295,7 +307,7 @@ def unchanged(
 @contextmanager
 def training_case(
     learn:Learner, # In a fit or not
-    b=None # A batch from the data loaders; by default the current one in a fit, else the first of the training set
+    b:tuple=None # A batch from the data loaders; by default the current one in a fit, else the first of the training set
 ): # A `Case`
     "A training batch to examine; after this context everything is as before"
     dl = getattr(learn.dls, 'train', None)
@@ -329,13 +341,3 @@ def training_case(
         except BaseException: # a Ctrl-C at that line
             if not stood: entry.leave()
             raise
-
-@patch
-def diagnose_fp16(self:Learner,
-    b=None # A batch from the data loaders; by default the current one in a fit, else the first of the training set
-) -> PrecisionReport: # A table in a notebook; text by `str`, a DataFrame in `.table`, a picture by `.plot()`
-    """Run one training batch in fp32 and in half precision, and report how much room each module has left; changes nothing
-
-    Raises what the batch raises in fp32, and `ValueError` for a model without parameters or with half-precision ones."""
-    if looking(self): return # a callback that asks for a report within one
-    with training_case(self, b) as case: return diagnose(case)

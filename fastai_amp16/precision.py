@@ -10,6 +10,7 @@ __all__ = ['norm_types', 'convs', 'register_norm', 'is_norm', 'as_list', 'class_
 # %% ../nbs/02_precision.ipynb #ebfd676d
 import dis,functools
 from abc import ABC
+from collections.abc import Callable
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -370,7 +371,7 @@ class PrecisionPlan:
     def __init__(self,
         model:nn.Module, # The model, wrapped or not
         dtype:torch.dtype=torch.float16, # `torch.float16` or `torch.bfloat16`
-        keep_fp32=None # Modules, module types, dotted names with `*`, predicates `(name, module) -> bool`
+        keep_fp32:list|str|type|nn.Module|Callable=None # Modules, module types, dotted names with `*`, predicates `(name, module) -> bool`
     ):
         if dtype not in half_types: raise ValueError(f"dtype={dtype!r} is not half precision: use torch.float16 or torch.bfloat16.")
         self.wrapped,self.model,self.dtype,self.graphs,self.parts = model,unwrap(model),dtype,0,{}
@@ -568,7 +569,7 @@ def forward_pass(self:PrecisionPlan):
 def half_forward(
     model:nn.Module, # The model, its parameters in fp32
     dtype:torch.dtype=torch.float16, # `torch.float16` or `torch.bfloat16`
-    keep_fp32=None # Modules, module types, dotted names with `*`, predicates `(name, module) -> bool`
+    keep_fp32:list|str|type|nn.Module|Callable=None # Modules, module types, dotted names with `*`, predicates `(name, module) -> bool`
 ):
     """A context manager in which `model` computes in `dtype`, with norms in fp32; run backward passes outside it
 

@@ -41,7 +41,7 @@ class DynamicScaler(GradScaler):
         growth_factor:float=2., # Multiply the scale by this after `growth_interval` steps in a row without overflow
         backoff_factor:float=.5, # Multiply the scale by this at an overflow
         growth_interval:int=500, # Number of steps in a row without overflow before the scale grows
-        hysteresis:int=1, # Back off at this overflow (1: the first) and at each one after it, until the scale grows again
+        hysteresis:int=1, # Back off from this overflow on (1: from the first); the count starts over when the scale grows
         min_scale:float=2.**-24, # Lowest scale; at least 2**-126, since fp32 cannot hold the inverse of a smaller number
         max_scale:float=2.**24, # Highest scale; `math.inf` for no limit
         dynamic:bool=True, # `False` for static loss scaling: the scale stays at `init_scale`

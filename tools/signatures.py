@@ -89,16 +89,16 @@ def parameter_table(params) -> str:
     if ret and ret['meaning']: rows.append(['*returns*', _kinds(ret['types']), '', _cell(ret['meaning'])])
     return table(rows, ['Parameter', 'Type', 'Default', 'Meaning'])
 
-def method_table(name, o, elsewhere) -> str:
-    "The public methods and properties of a class, with a sentence on each; not events, and none with a signature `elsewhere`"
-    rows = []
+def method_tables(name, o, elsewhere) -> list:
+    "The public properties and methods of a class, with a sentence on each; not events, and none with a signature `elsewhere`"
+    rows = {'Property': [], 'Method': []}
     for k,v in vars(o).items():
         f = getattr(v, 'fget', None) or getattr(v, '__func__', None) or getattr(v, 'func', v)
         if not inspect.isfunction(f) or re.match(r'_|(before|after)_', k) or f'{name}.{k}' in elsewhere: continue
         is_value = f is not v and not hasattr(v, '__func__') # a property
         said = ' '.join((f.__doc__ or '').split('\n\n')[0].split())
-        rows.append([_code(k if is_value else call(k, parameters(f), math.inf)), _cell(said)])
-    return table(rows, ['Method', 'Meaning'])
+        rows['Property' if is_value else 'Method'].append([_code(k if is_value else call(k, parameters(f), math.inf)), _cell(said)])
+    return [table(found, [kind, 'Meaning']) for kind,found in rows.items()]
 
 def signature(name, o, elsewhere=()) -> str:
     "Heading, call, docstring and parameters of `o`, in Markdown; a class without its methods that are `elsewhere`"
@@ -114,6 +114,6 @@ def signature(name, o, elsewhere=()) -> str:
     else:
         params = parameters(o)
         ours = [f"{fence}\n{'class '*isinstance(o, type)}{call(name, params)}\n```", inspect.cleandoc(o.__doc__), parameter_table(params)]
-        parts = ours+([method_table(name, o, elsewhere)] if isinstance(o, type) else [])
+        parts = ours+(method_tables(name, o, elsewhere) if isinstance(o, type) else [])
     label = name.split('.')[-1]
     return '\n\n'.join([f'### `{name}` {{ #{name} data-toc-label="{label}" }}', *filter(None, parts)])
