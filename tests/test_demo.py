@@ -8,18 +8,16 @@ from fastai_amp16.demo import main,train,trainings
 def accuracy(*args, **kwargs): return train(*args, **kwargs)[1]['accuracy']
 
 def test_accuracy_is_within_a_point_of_fp32():
-    fp32,fp16 = [[accuracy('digits', p, 5, seed=seed) for seed in range(2)] for p in ('fp32','to_fp16_dynamic()')]
-    assert min(fp32)>0.97 and sum(fp16)/2==pytest.approx(sum(fp32)/2, abs=0.01)
+    fp32,fp16 = [[accuracy('digits', p, 3, seed=seed) for seed in range(2)] for p in ('fp32','to_fp16_dynamic()')]
+    assert min(fp32)>0.96 and sum(fp16)/2==pytest.approx(sum(fp32)/2, abs=0.01)
 
 @pytest.fixture(scope='module')
 def told(tmp_path_factory):
-    "What the command prints, as a user types it; with full reports, and the picture where it is by default"
+    "What the command prints, as a user types it, and where its picture is by default"
     exe,d = Path(sys.executable).parent/'fastai_amp16_demo',tmp_path_factory.mktemp('demo')
-    def run(*args):
-        res = subprocess.run([exe, '--epochs', '1', *args], capture_output=True, text=True, cwd=d, env={**os.environ, 'COLUMNS': '80'})
-        assert (res.returncode,res.stderr)==(0,'')
-        return res.stdout
-    return run(),run('--reports'),d
+    res = subprocess.run([exe, '--epochs', '1'], capture_output=True, text=True, cwd=d, env={**os.environ, 'COLUMNS': '80'})
+    assert (res.returncode,res.stderr)==(0,'')
+    return res.stdout,d/'fastai_amp16_demo.png'
 
 def test_command_prints_one_table(told):
     header,*rows = told[0].split('\n\n')[1].splitlines()
@@ -34,23 +32,20 @@ def test_command_prints_a_sentence_per_finding(told):
     assert findings[0].startswith('- stem.0 (Conv2d) gives numbers up to') and all(o[:2] in ('- ','  ') for o in findings)
     assert max(map(len, told[0].splitlines()[:-1]))<=80
 
-def test_command_prints_reports_where_asked(told):
-    short,long,_ = told
+def test_command_prints_reports_where_asked(told, tmp_path, monkeypatch, capsys):
+    for data,precision in (('digits','fp32'), ('raw counts','to_fp16_dynamic()')): monkeypatch.setitem(trainings, data, (precision,))
+    main(epochs=1, reports=True, out=tmp_path/'x.png')
+    short,long = told[0],capsys.readouterr().out
     assert '> stem.0' not in short and 'keep_fp32=[' not in short
     assert '> stem.0' in long and 'keep_fp32=[' in long
 
 def test_command_says_where_the_picture_is(told):
-    *_,d = told
-    path = d/'fastai_amp16_demo.png'
-    assert all(o.splitlines()[-1].endswith(f': {path}') for o in told[:2]) and path.read_bytes()[:4]==b'\x89PNG'
+    text,path = told
+    assert text.splitlines()[-1].endswith(f': {path}') and path.read_bytes()[:4]==b'\x89PNG'
 
 def test_healing_ends_where_fp32_ends():
-    fp32,healed = [accuracy('raw counts', p, 8) for p in ('fp32','to_fp16_dynamic()')]
-    assert fp32>0.95 and healed>fp32-0.03 # fp32 itself ends up to three points apart over seeds
-
-@pytest.mark.filterwarnings('ignore::UserWarning')
-@pytest.mark.parametrize('name', ['fp16, static scale','fp16, dynamic scale'])
-def test_without_healing_nothing_is_learned(name): assert accuracy('raw counts', name, 2)<0.3
+    fp32,healed = [accuracy('raw counts', p, 5) for p in ('fp32','to_fp16_dynamic()')]
+    assert fp32>0.9 and healed>fp32-0.03 # fp32 itself ends up to three points apart over seeds
 
 def test_help():
     text = anno_parser(main).format_help()

@@ -387,7 +387,7 @@ def test_sizes():
             and not speed(_Device('cuda', 'GTX 1080', (6,1)), 8, 50, 4)[1:])
 
 def test_memory_format():
-    learn = images(resnet18(weights=None))
+    learn = well['torch_convnext']()
     found, = findings(learn, device=T4)
     assert found.severity=='speed' and 'NHWC' in found.fact
     do(found.remedy, learn)
@@ -436,8 +436,7 @@ def awd():
     return learner(lambda: get_text_classifier(AWD_LSTM, 30, 4, config=config, max_len=40, lin_ftrs=[48]),
                    torch.randint(2, 30, (4, 20)), cbs=rnn_cbs())
 
-well = dict(resnet18=lambda: images(lambda: resnet18(weights=None)),
-    resnet18_pair=lambda: images(lambda: resnet18(weights=None), n=2), xresnet18=lambda: images(lambda: xresnet18(n_out=4)),
+well = dict(resnet18_pair=lambda: images(lambda: resnet18(weights=None), n=2), xresnet18=lambda: images(lambda: xresnet18(n_out=4)),
     convnext=lambda: images(convnext()), convnext_2d=lambda: images(convnext(LayerNorm2d(16))),
     torch_convnext=lambda: images(lambda: ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=4)),
     tabular=tabular, transformer=lambda: learner(Text, torch.randint(20, (4, 8))), awd_lstm=awd, mlp=lambda: learner(Net(nn.ReLU())))
