@@ -818,6 +818,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastai_amp16.step': { 'fastai_amp16.step.Next': ('step.html#next', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.Outcome': ('step.html#outcome', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.StepRecord': ('step.html#steprecord', 'fastai_amp16/step.py'),
-                                   'fastai_amp16.step.StepRecord.mended': ('step.html#steprecord.mended', 'fastai_amp16/step.py'),
+                                   'fastai_amp16.step.StepRecord.begin_anew': ('step.html#steprecord.begin_anew', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.next_scale': ('step.html#next_scale', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.what_next': ('step.html#what_next', 'fastai_amp16/step.py')}}}

@@ -153,9 +153,14 @@ def raised(self:Attempts,
     f # Function that runs one batch
 ): # Is the batch done? `None` to raise the exception
     "Handle an exception of an attempt"
-    making = self.making
+    making,record = self.making,self.making.record
     if making.error is not None: self.raise_first() # fp32 raises as well
-    if making.passes is not None or making.record.in_fp32 or not self.rerun: return None # raised by the optimizer, or in fp32
+    if making.passes is not None or not self.rerun: return None # raised by the optimizer
+    if record.in_fp32:
+        if record.fp32_counts or self.ranks.size>1: return None
+        record.begin_anew() # as half precision can run this batch, and fp32, which was only asked, cannot
+        self.next = Next.again,self.scaler.get_scale()
+        return False
     making.error = e
     if self.ranks.size==1: return None if self.decide(Outcome.broken) is Next.skip else False
     if self.training: return self.run_for_others(f)

@@ -180,7 +180,7 @@ def after_look(self:Healing,
     "Decide what to do after a diagnosis"
     making,record,s = self.making,self.making.record,self.scaler
     scale = min((r.new_scale for r in reports if r.new_scale), default=s.get_scale())
-    if healed: record.mended()
+    if healed: record.begin_anew()
     if healed or any(r.verdict=='scale' for r in reports): return Next.again,scale
     at_fault = reports or making.failed or record.looks>1
     if can and not lost and at_fault and self.on_spiral=='heal' and not silent: return Next.fp32,scale

@@ -66,8 +66,8 @@ class StepRecord:
     looks:int = 0 # Number of diagnoses so far
     reruns:int = 0 # Number of attempts after the first
 
-    def mended(self):
-        "Forget which scales fit: more modules stay in fp32 now, so the result may change"
+    def begin_anew(self):
+        "Forget which scales fit, since the result may change: more modules stay in fp32 now, say"
         self.fits,self.fails,self.asks_first = [],[],False
 
 def what_next(

@@ -304,21 +304,35 @@ def test_what_is_blamed_is_kept_where_a_range_passes_65504(kwargs, kept):
     assert names==[kept] and [r.producer for r in mp.reports if r.promoted]==[kept]
     assert learn.recorder.values[-1][1]==pytest.approx(fit(make().to_fp32()).recorder.values[-1][1], rel=0.01)
 
-def test_a_batch_that_raises_in_fp32_only_is_skipped_as_told():
-    "It overflows in half precision, and fp32, which could tell why, raises: the fit goes on"
-    def only_half(x):
-        if x.dtype==torch.float32: raise ValueError('not in fp32')
-        return large_and_back(x)
-    class Large(Callback):
-        order,run_valid = 5,False
-        def before_batch(self):
-            if self.train_iter==2: self.learn.xb = (self.x*1e3,)
-    learn,msgs = said(lambda: learner(between(Do(only_half)), cbs=Large()))
+def only_half(x):
+    if x.dtype==torch.float32: raise ValueError('not in fp32')
+    return large_and_back(x)
+
+class Large(Callback):
+    "The batches of the steps `at` overflow in the forward pass"
+    order,run_valid = 5,False
+    def __init__(self, at): self.at = at
+    def before_batch(self):
+        if self.train_iter in self.at: self.learn.xb = (self.x*1e3,)
+
+@pytest.mark.parametrize('at', [[2],[2,3,6],[2,5]], ids=str)
+def test_a_batch_that_raises_in_fp32_only_is_skipped_as_told(at):
+    "It overflows in half precision, and fp32, which could tell why, raises: the fit goes on, also where fp32 is asked before anything else"
+    learn,msgs = said(lambda: learner(between(Do(only_half)), cbs=Large(at)))
     mp = learn.mixed_precision
-    assert mp.history.skipped.tolist()==[i==2 for i in range(8)] and mp.promoted==[]
+    assert mp.history.skipped.tolist()==[i in at for i in range(8)] and mp.promoted==[]
     why = "in fp32 the batch raises ValueError (not in fp32)"
     assert msgs==[f"A batch went wrong in fp16, and its diagnosis failed: {why}. Its step is skipped. "
                   "To train without half precision: learn.to_fp32()."]
+
+def test_a_batch_that_fp32_cannot_run_tries_lower_scales():
+    "The step after one that was skipped asks fp32 first; that does not cost a batch which only needs a lower scale"
+    class Steep(Callback):
+        def after_loss(self):
+            if self.training and self.train_iter==3: self.learn.loss_grad = self.loss_grad*1e4
+    learn,_ = said(lambda: learner(between(Do(only_half)), cbs=[Large([2]), Steep()]))
+    mp = learn.mixed_precision
+    assert mp.history.skipped.tolist()==[i==2 for i in range(8)] and mp.history.reruns[3]>0 and mp.scaler.get_scale()<2**16
 
 @pytest.mark.parametrize('name', ['_table','heal','faults','_said'])
 def test_a_diagnosis_that_fails_does_not_lose_the_batch_and_says_why(name, monkeypatch):

@@ -105,7 +105,7 @@ def test_a_step_of_the_fp32_reference_is_never_taken():
 def test_what_was_mended_may_try_all_scales_again():
     record = StepRecord(2.**-14, asks_first=True)
     drive(record, 2.**16, 2.**-20)
-    record.mended()
+    record.begin_anew()
     assert drive(record, 2.**16, 2.**9)[1] is Next.step and record.fits
 
 @given(st.data(), st.booleans(), st.booleans(), st.sampled_from([None, 2.**-14, 2.**16]), st.booleans())
@@ -122,7 +122,7 @@ def test_whatever_comes_out_of_the_attempts_the_step_ends(data, settled, asks_fi
             assert new is not None and (floor or 0)<=scale<=2.**16 and not static
         if what is Next.diagnose:
             record.looks += 1
-            if data.draw(st.booleans()): record.mended()
+            if data.draw(st.booleans()): record.begin_anew()
     assert n<39
     if what is Next.step: assert outcome is fine and not record.in_fp32
     if what is Next.skip and not static: assert outcome is not fine or record.in_fp32
