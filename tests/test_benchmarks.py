@@ -160,7 +160,7 @@ def test_fp16(tmp_path):
 
 def test_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, 'contenders', ('to_bf16_dynamic',))
-    memory.main(f'--width 1000 --depth 4 --bs 2 --out {tmp_path}/x.json'.split())
+    memory.main(f'--width 2000 --depth 4 --bs 2 --out {tmp_path}/x.json'.split())
     row, = read(tmp_path/'x.json')['rows']
     assert row['batch_size']==2 and 2<row['to_bf16_dynamic']<6 # moments are two, gradients one more
 
