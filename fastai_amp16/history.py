@@ -15,7 +15,7 @@ class History:
 
     def add(self,
         loss_scale:float, # Loss scale of the last attempt
-        reruns:int, # Number of attempts before the last one
+        reruns:int, # How often the batch ran again
         skipped:bool, # Was the step skipped?
         grad_norm:float # Norm before clipping; inf if the gradients overflowed, NaN if the forward pass was not finite
     ):

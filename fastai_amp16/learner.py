@@ -29,6 +29,8 @@ def _use(learn, cb):
 def to_fp16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
     """Train in fp16 with `DynamicMixedPrecision`, which replaces any other mixed precision; `to_fp32` ends it
 
+    A name in `keep_fp32` that ends with a dot (`'head.'`) means the module's own code, without the modules inside.
+
     Raises `TypeError` for unknown arguments, `ValueError` for invalid ones and for an unsuitable model; for an
     unsuitable optimizer, when `fit` starts."""
     check_keywords(Learner.to_fp16_dynamic, kwargs)

@@ -39,9 +39,9 @@ class DynamicScaler(GradScaler):
         device:str='cuda', # Device type of the loss, as in `torch.amp.GradScaler`
         init_scale:float=2.**16, # Loss scale of the first step; a power of two scales without rounding
         growth_factor:float=2., # Multiply the scale by this after `growth_interval` steps in a row without overflow
-        backoff_factor:float=.5, # Multiply the scale by this at an overflow
+        backoff_factor:float=.5, # Multiply the scale by this at an overflow; a batch that runs again searches for its scale
         growth_interval:int=500, # Number of steps in a row without overflow before the scale grows
-        hysteresis:int=1, # Back off from this overflow on (1: from the first); the count starts over when the scale grows
+        hysteresis:int=1, # Overflows until the scale backs off (2: the first is forgiven); the count starts over when it grows
         min_scale:float=2.**-24, # Lowest scale; at least 2**-126, since fp32 cannot hold the inverse of a smaller number
         max_scale:float=2.**24, # Highest scale; `math.inf` for no limit
         dynamic:bool=True, # `False` for static loss scaling: the scale stays at `init_scale`

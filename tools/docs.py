@@ -130,7 +130,8 @@ def _nav():
     "What stands in the menu"
     def named(nbs): return [{title(o): pages[o]} for o in nbs]
     def sources(folder): return [{o.name: pages[o]} for o in scripts if o.parent.name==folder]
-    parts = [{'For training': named(filter(is_for_all, library))}, {'Inside': named(o for o in library if not is_for_all(o))}]
+    called = [o for o in library if is_for_all(o)][::-1] # what you call is made of the rest, and comes after it in the numbering
+    parts = [{'For training': named(called)}, {'Inside': named(o for o in library if not is_for_all(o))}]
     return [{'Overview': 'index.md'}, {'Tutorials': named(tutorials)}, {'Library': parts}, *named(guides), {'Benchmarks': 'benchmarks.md'},
             {'Source': [{o: sources(o)} for o in (lib,'benchmarks','examples')]},
             {'Changelog': 'CHANGELOG.md'}, {'Contributing': 'CONTRIBUTING.md'}]
@@ -159,8 +160,9 @@ def of_source(path):
 
 def weight(path):
     "How much a word on a page counts in a search, beside one on a page of the library that `import *` gives"
+    if _stem(path) in ('learner','callback','reports','in_practice'): return 4. # where most questions are answered
     if path in tutorials or path in guides or path.stem=='index': return 2.
-    return 1. if path in library and is_for_all(path) else .5
+    return 1. if path in library and is_for_all(path) else .25
 
 def with_meta(text, path):
     "The page `text` of the file `path` with its description, and what a search makes of it"

@@ -95,8 +95,9 @@ def method_tables(name, o, elsewhere) -> list:
     for k,v in vars(o).items():
         f = getattr(v, 'fget', None) or getattr(v, '__func__', None) or getattr(v, 'func', v)
         if not inspect.isfunction(f) or re.match(r'_|(before|after)_', k) or f'{name}.{k}' in elsewhere: continue
-        is_value = f is not v and not hasattr(v, '__func__') # a property
-        said = ' '.join((f.__doc__ or '').split('\n\n')[0].split())
+        is_value = f is not v and not hasattr(v, '__func__') # a property, of which the table tells all
+        doc = f.__doc__ or ''
+        said = ' '.join((doc if is_value else doc.split('\n\n')[0]).split())
         rows['Property' if is_value else 'Method'].append([_code(k if is_value else call(k, parameters(f), math.inf)), _cell(said)])
     return [table(found, [kind, 'Meaning']) for kind,found in rows.items()]
 
