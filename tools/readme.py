@@ -47,7 +47,7 @@ gpu_results,gpu_mark = root/'benchmarks'/'gpu.json','<!-- what benchmarks/gpu.py
 def on_gpu() -> str:
     "What `benchmarks/gpu.py` has found, as Markdown for `nbs/index.ipynb`, or how to find it out"
     if not gpu_results.exists():
-        return "It has not been measured on a GPU yet: `uv run python benchmarks/gpu.py` takes nine minutes, and its results appear here."
+        return "It has not been measured on a GPU yet: `uv run python benchmarks/gpu.py` does that, and its results appear here."
     res = json.loads(gpu_results.read_text())
     def show(r, k, spec): return '–' if r.get(k) is None else format(r[k], spec)
     specs = dict(samples_per_second='.0f', over_to_fp16='.2f', peak_over_to_fp16='.2f', syncs_per_step='.1f')
