@@ -60,6 +60,11 @@ def test_links(fn):
     text = '\n'.join(c.source for c in read_nb(fn).cells if c.cell_type=='markdown')
     for o in re.findall(r'\]\((?!https?:|#)([^)#]*)', text): assert (fn.parent/o).exists(), o
 
+@pytest.mark.parametrize('fn', nbs, ids=lambda o: o.stem)
+def test_no_sentence_is_taken_for_a_list(fn):
+    "A number at the start of a line, the end of a sentence, begins a list in Markdown"
+    for c in read_nb(fn).cells: assert c.cell_type!='markdown' or not re.search(r'^\s*\d{2,}\. ', c.source, re.M), c.source
+
 debris = {'a warning': r'\w+Warning:|site-packages', 'a path': r'/(home|root|tmp|work|usr|opt|mnt|var|etc|content|Users)/|[A-Z]:\\\\',
           'a progress bar': r'progress|\r|█|\[\d+/\d+ [\d:]+<|\|[-#]{4,}\|', 'an object': r' at 0x[0-9a-f]{6}|<IPython',
           'a traceback': r'Traceback'}
