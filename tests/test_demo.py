@@ -8,8 +8,8 @@ from fastai_amp16.demo import main,train,trainings
 def accuracy(*args, **kwargs): return train(*args, **kwargs)[1]['accuracy']
 
 def test_accuracy_is_within_a_point_of_fp32():
-    fp32,fp16 = [[accuracy('digits', p, 3, seed=seed) for seed in range(2)] for p in ('fp32','to_fp16_dynamic()')]
-    assert min(fp32)>0.96 and sum(fp16)/2==pytest.approx(sum(fp32)/2, abs=0.01)
+    fp32,fp16 = [[accuracy('digits', p, 5, seed=seed) for seed in range(2)] for p in ('fp32','to_fp16_dynamic()')]
+    assert min(fp32)>0.97 and sum(fp16)/2==pytest.approx(sum(fp32)/2, abs=0.01)
 
 @pytest.fixture(scope='module')
 def told(tmp_path_factory):
@@ -44,8 +44,8 @@ def test_command_says_where_the_picture_is(told):
     assert text.splitlines()[-1].endswith(f': {path}') and path.read_bytes()[:4]==b'\x89PNG'
 
 def test_healing_ends_where_fp32_ends():
-    fp32,healed = [accuracy('raw counts', p, 5) for p in ('fp32','to_fp16_dynamic()')]
-    assert fp32>0.9 and healed>fp32-0.03 # fp32 itself ends up to three points apart over seeds
+    fp32,healed = [accuracy('raw counts', p, 8) for p in ('fp32','to_fp16_dynamic()')]
+    assert fp32>0.95 and healed>fp32-0.03 # fp32 itself ends up to three points apart over seeds
 
 def test_help():
     text = anno_parser(main).format_help()
