@@ -4,6 +4,7 @@ from collections import namedtuple
 from functools import partial
 from itertools import chain,islice,repeat
 from pathlib import Path
+from textwrap import fill
 import torch
 from matplotlib.figure import Figure
 import trainings # first: it hides a warning of fastai's import
@@ -92,8 +93,8 @@ def table(res):
 def chart(res):
     "A panel for each training, a dot for each seed"
     names,lengths = (list(dict.fromkeys(r[k] for r in res['rows'])) for k in ('training','steps'))
-    fig = Figure(figsize=(3*len(names), 4), layout='constrained')
-    axs = fig.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    fig = Figure(figsize=(7, 3*-(-len(names)//2)), layout='constrained')
+    axs = fig.subplots(-(-len(names)//2), 2, sharey=True, squeeze=False).flat
     for ax,name in zip(axs, names):
         for to,label,color,marker,shift in (('skipping','steps are skipped','tab:red','x',-0.15),
                                             ('running again','batches run again','tab:blue','o',0.15)):
@@ -104,10 +105,10 @@ def chart(res):
         ax.set_xticks(range(len(lengths)), lengths)
         ax.axhline(1, color='0.5', lw=0.8, ls='--')
         ax.grid(axis='y', alpha=0.3)
-    axs[0].yaxis.set_major_formatter('{x:g}')
-    axs[0].set_ylabel("distance from fp32's validation loss, %")
+    axs[0].yaxis.set_major_formatter(lambda x, _: f'≤ {x:g}' if x==least else f'{x:g}')
+    fig.supylabel("distance from fp32's validation loss, %", fontsize='medium')
     fig.legend(*axs[0].get_legend_handles_labels(), loc='outside lower center', ncols=2)
-    fig.suptitle(claim(res['rows']))
+    fig.suptitle(fill(claim(res['rows']), 70), fontsize='medium')
     return fig
 least = 1e-3 # percent: the chart shows smaller distances as this
 

@@ -17,11 +17,11 @@ contenders = ('to_fp16','to_non_native_fp16','to_fp16_dynamic')
 # %% trainings of benchmarks/hostile.py
 trainings = {'RegNetY with Squeeze-and-Excitation on raw counts': 'regnety', 'residual network without norms': 'norm_free',
              'attention mask: `+(1-m)*-1e9`': 'masked_add', 'attention mask: `masked_fill(m, -1e9)`': 'masked_fill',
-             'attention in the units of the data': 'large_logits', 'RMS norm written by hand': 'rms',
+             'attention with scores above 65504': 'large_logits', 'RMS norm written by hand': 'rms',
              'RMS norm within `forward`': 'rms_inline', 'sum over 70,000 elements': 'sum_pool',
              'Poisson regression by `exp`': 'poisson', '`x/(x.norm()+1e-8)` of an empty sample': 'cosine',
              'sigmoid and `BCELoss`': 'sigmoid_bce', 'targets in dollars, summed squares': 'large_units', 'loss of 1e-7': 'tiny_loss',
-             'one image in a hundred with a broken pixel': 'broken_pixels', 'magnitude of small complex numbers': 'backward_only'}
+             'one image in a hundred with a broken pixel': 'broken_pixels', 'absolute values of small complex numbers': 'backward_only'}
 
 def figure(name, to):
     "The final accuracy or R², or NaN if the training raises an error"
@@ -156,7 +156,7 @@ events = {
     'a callback edits weights in a fit': edit,
     '`learn.load` in a fit': load,
     "fastai's `GradientClip` clips": clip,
-    'called twice': twice,
+    '`to_fp16` is called twice, then a fit': twice,
     '`learn.validate()` by a callback in a fit': validate,
     'a checkpoint of the middle of a fit holds fp32 weights': mid_fit_checkpoint,
     'resumed in a new learner, bit for bit': resume}

@@ -7,6 +7,7 @@ __all__ = ['LossScale', 'SkippedSteps', 'GradNorm', 'plot_history', 'History', '
 
 # %% ../nbs/15_history.ipynb #68e3d9a3
 from fastai.basics import *
+from matplotlib.ticker import LogFormatter
 
 # %% ../nbs/15_history.ipynb #377504d1
 class _StepMetric(Metric):
@@ -50,6 +51,8 @@ def plot_history(
     axs[1].plot(df.step, df.grad_norm.where(~df.skipped), lw=1)
     for norm in clipped_at: axs[1].axhline(norm, color='tab:red', ls='--', label=f'clipped at {norm:g}')
     axs[1].set(xlabel='step', ylabel='gradient norm', yscale='log')
+    axs[1].yaxis.set_major_formatter('{x:g}')
+    axs[1].yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False)) # a few, if the norms are all of one size
     for ax in axs:
         if ax.get_legend_handles_labels()[0]: ax.legend()
 

@@ -17,9 +17,9 @@ def code(cell): return '\n'.join(o for o in cell.source.splitlines() if not o.st
 def _text(o): return ''.join(o) # notebooks hold lists of lines, or a string
 
 def _wrapped(line):
-    "A sentence in lines of 100 characters; a row of a table as it is"
+    "A sentence in lines of 88 characters, as a box of the site holds; a row of a table as it is"
     is_row = '   ' in line.strip()
-    return line if is_row or len(line)<=105 else fill(line, 100, subsequent_indent='    ', break_long_words=False)
+    return line if is_row or len(line)<=90 else fill(line, 88, subsequent_indent='    ', break_long_words=False)
 
 def plain(html):
     "Tables without looks: no styles, and no attributes that only these need"
@@ -47,7 +47,7 @@ gpu_results,gpu_mark = root/'benchmarks'/'gpu.json','<!-- what benchmarks/gpu.py
 def on_gpu() -> str:
     "What `benchmarks/gpu.py` has found, as Markdown for `nbs/index.ipynb`, or how to find it out"
     if not gpu_results.exists():
-        return "It has not been measured on a GPU yet: `uv run python benchmarks/gpu.py` does that, and its results appear here."
+        return "It has not been measured on a GPU yet: `uv run python benchmarks/gpu.py` does that, and its results will appear here."
     res = json.loads(gpu_results.read_text())
     def show(r, k, spec): return '–' if r.get(k) is None else format(r[k], spec)
     specs = dict(samples_per_second='.0f', over_to_fp16='.2f', peak_over_to_fp16='.2f', syncs_per_step='.1f')
