@@ -245,7 +245,7 @@ def _static_graph(rank):
 def test_a_first_batch_of_a_static_graph_runs_again(ranks): ranks(_static_graph)
 
 def _sends(rank):
-    "As many bytes a step as the page and the example say, and 4 for a batch of the validation"
+    "As many bytes a step as the page and the example say; 4 more after an overflow, and for a batch of the validation"
     class Plain(Callback):
         "Gradients are sent by a call that can be counted"
         def before_train(self):
@@ -255,10 +255,12 @@ def _sends(rank):
         sizes.append(t.nbytes)
         return theirs(t, *args, **kwargs)
     dist.all_reduce = counted
-    try: learn,g = train(rank, 3, model=ln_mlp, cbs=[Plain()])
+    try: learn,g = train(rank, 3, model=ln_mlp, cbs=[Plain()], mp=dict(init_scale=2.**20))
     finally: dist.all_reduce = theirs
     n = sum(p.numel() for p in learn.model.parameters())
-    assert sizes==[4*n,28,4*n,28,4]*3
+    first,*others = learn.mixed_precision.history.reruns
+    assert first>0 and not any(others)
+    assert sizes==[4*n,28,4]+[4*n,28]*first+[4*n,28,4]+[4*n,28,4*n,28,4]*2
 
 def test_bytes_of_a_step(ranks): ranks(_sends)
 
