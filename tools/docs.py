@@ -12,12 +12,13 @@ lib,nbs = 'fastai_amp16',root/'nbs'
 library,tutorials = sorted(nbs.glob('[0-9]*.ipynb')),sorted((nbs/'tutorials').glob('*.ipynb'))
 guides = sorted(nbs.glob('[!0-9]*.ipynb'), key=lambda o: (o.stem=='architecture', o.stem))
 guides.remove(nbs/'index.ipynb')
+guides.remove(reference := nbs/'reference.ipynb')
 scripts = [*sorted((root/lib).glob('[!_]*.py')), *sorted((root/'benchmarks').glob('*.py')), *sorted((root/'examples').glob('*.py'))]
 
 def _stem(nb): return re.sub(r'^\d+_', '', nb.stem)
 pages = {
     nbs/'index.ipynb': 'index.md',
-    **{o: f'{_stem(o)}.md' for o in [*library, *guides]},
+    **{o: f'{_stem(o)}.md' for o in [reference, *library, *guides]},
     **{o: f'tutorials/{_stem(o)}.md' for o in tutorials},
     **{o: f'source/{o.parent.name}/{o.stem}.md' for o in scripts},
     **{root/o: o for o in ('CHANGELOG.md','CONTRIBUTING.md')},
@@ -70,6 +71,10 @@ def render(nb, site):
         path.write_bytes(png)
         return os.path.relpath(path, (site/to).parent)
     first,*rest = blocks(nb, picture, lambda s: linked(s, nb), lambda cell: (linked(o, nb) for o in exported(cell, module)), colored)
+    is_inside = False
+    for i,o in enumerate(rest): # the contents of a page name what you call, and of the rest the headings
+        for heading in re.findall('^## (.*)', o, re.M): is_inside = heading.startswith('Inside')
+        if is_inside and o.startswith('### `'): rest[i] = f'#{o}'
     return '\n\n'.join([_with_module(first, module) if module else first, *rest])
 
 def _with_module(opening, module):
@@ -130,8 +135,10 @@ def _nav():
     "What stands in the menu"
     def named(nbs): return [{title(o): pages[o]} for o in nbs]
     def sources(folder): return [{o.name: pages[o]} for o in scripts if o.parent.name==folder]
-    called = [o for o in library if is_for_all(o)][::-1] # what you call is made of the rest, and comes after it in the numbering
-    parts = [{'For training': named(called)}, {'Inside': named(o for o in library if not is_for_all(o))}]
+    order = 'learner callback doctor report history clip optimizer precision scaler'.split() # as you need them
+    called = sorted(filter(is_for_all, library), key=lambda o: order.index(_stem(o)))
+    others = [o for o in library if o not in called]
+    parts = [{'All calls': pages[reference]}, {'For training': named(called)}, {'For those who read the code': named(others)}]
     return [{'Overview': 'index.md'}, {'Tutorials': named(tutorials)}, {'Library': parts}, *named(guides), {'Benchmarks': 'benchmarks.md'},
             {'Source': [{o: sources(o)} for o in (lib,'benchmarks','examples')]},
             {'Changelog': 'CHANGELOG.md'}, {'Contributing': 'CONTRIBUTING.md'}]
@@ -173,7 +180,8 @@ def with_meta(text, path):
 
 def boxed(html):
     "Each table in a box that it can be scrolled in, so that no page is wider than a phone; but not the table that holds a Python file"
-    return re.sub(r'<table(?! class="highlighttable").*?</table>', r'<div class="scroll">\g<0></div>', html, flags=re.S)
+    def box(m): return f'<div class="scroll{" params" if "<th>Parameter</th>" in m[0] else ""}">{m[0]}</div>'
+    return re.sub(r'<table(?! class="highlighttable").*?</table>', box, html, flags=re.S)
 
 def config(out):
     "The settings of MkDocs, which writes to `out`"

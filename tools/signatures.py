@@ -97,7 +97,8 @@ def method_tables(name, o, elsewhere) -> list:
         if not inspect.isfunction(f) or re.match(r'_|(before|after)_', k) or f'{name}.{k}' in elsewhere: continue
         is_value = f is not v and not hasattr(v, '__func__') # a property, of which the table tells all
         doc = f.__doc__ or ''
-        said = ' '.join((doc if is_value else doc.split('\n\n')[0]).split())
+        first,*more = [' '.join(o.split()) for o in doc.split('\n\n')]
+        said = '. '.join([first, *more]) if is_value else first
         rows['Property' if is_value else 'Method'].append([_code(k if is_value else call(k, parameters(f), math.inf)), _cell(said)])
     return [table(found, [kind, 'Meaning']) for kind,found in rows.items()]
 
