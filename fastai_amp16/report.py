@@ -17,16 +17,12 @@ from pandas.io.formats.style import Styler
 class PrecisionReport:
     """The result of a diagnosis: HTML in a notebook, text by `str`, all numbers in `table`, and a plot by `plot`
 
-    `table` has one row per module, the one with the least room first. `input`, `output`, `inside` (single operations in the module's own
-    code, if the diagnosis looked there), `gradient` (of the output) and `weight_grad` are the largest absolute values, in fp32 and
-    without the loss scale. `bits` is the smallest log2 of the ratio between the largest number that a value's precision holds (65504
-    in fp16) and that value, with gradients multiplied by the loss scale; a module in fp32 may take and return half-precision numbers.
-    `flushed` and `subnormal` are the shares, from 0 to 1, of the nonzero gradients that become 0 or lose digits at that scale. `computes`
-    is 'fp32', 'float16' or 'bfloat16'. `nonfinite` is true if half precision gives infinities or NaNs where fp32 does not. `order` counts
-    the modules in the order in which they ran. NaN means that a value was not measured."""
+    You do not make one yourself: `diagnose_fp16` and a fit do. The arguments are its attributes. `table` has one row per module, the one
+    with the least room first; "How to read it" in the documentation explains its columns. `order` counts the modules in the order in which
+    they ran. Shares are from 0 to 1, and NaN means not measured."""
     verdict:str # 'healthy', 'weights', 'data', 'loss_func', 'divergence', 'scale', 'forward', 'backward' or 'loss'
     sentence:str # The cause, as a sentence
-    remedy:str = '' # What you can do, in words or as code
+    remedy:str = '' # What you can do: words, a call, or an argument of `to_fp16_dynamic`
     producer:str = None # Dotted name of the module at fault; '' is the model itself, `None` means no module
     op:str = None # The operation at fault in that module
     table:pd.DataFrame = field(default_factory=pd.DataFrame) # One row per module, see above; empty if nothing was measured
