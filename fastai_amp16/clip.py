@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm,clip_grads_with_norm_
 from .grads import grad_params,grad_values,read_all,scale_grads
 from .scaler import require
 
-# %% ../nbs/06_clip.ipynb #826906d9
+# %% ../nbs/06_clip.ipynb #15b826c0
 class GradientNormClip(Callback):
     """Clip gradients by their global norm: if it is above `max_norm`, multiply all gradients by `max_norm/norm`
 
@@ -25,7 +25,7 @@ class GradientNormClip(Callback):
     Source: Pascanu et al., On the difficulty of training Recurrent Neural Networks (https://arxiv.org/abs/1211.5063)"""
     order = GradientClip.order
     def __init__(self,
-        max_norm:float=1., # Longest norm that is left as it is
+        max_norm:float=1., # Gradients with a larger norm are scaled down to this one
         norm_type:float=2. # Order of the norm; `math.inf` for the largest absolute value
     ):
         for k,v in dict(max_norm=max_norm, norm_type=norm_type).items():

@@ -10,7 +10,7 @@ from collections import defaultdict
 from fastai.optimizer import *
 from fastai.torch_basics import *
 
-# %% ../nbs/04_optimizer.ipynb #b143dd84
+# %% ../nbs/04_optimizer.ipynb #aaef8d73
 class FusedAdam(Optimizer):
     """fastai's `Adam` (AdamW with `decouple_wd=True`), computed by torch's fused kernel: one multi-tensor call per parameter group and step
 
@@ -25,7 +25,7 @@ class FusedAdam(Optimizer):
         lr:float|slice, # Default learning rate
         mom:float=0.9, # Gradient moving average (β1) coefficient
         sqr_mom:float=0.99, # Gradient squared moving average (β2) coefficient
-        eps:float=1e-5, # Added to the root of the average squared gradient
+        eps:float=1e-5, # Added to the root of the average squared gradient; the default is fastai's, and `AdamW16` sets 1e-4
         wd:Real=0.01, # Optional weight decay (true or L2)
         decouple_wd:bool=True # Apply true weight decay (AdamW) or L2 regularization (Adam)
     ):
@@ -36,6 +36,36 @@ class FusedAdam(Optimizer):
         "Set all gradients to `None`, so that parameters without a new gradient are not updated"
         for pg in self.param_lists:
             for p in pg: p.grad = None
+
+# %% ../nbs/04_optimizer.ipynb #17f0fadc
+_eps = 1e-4
+
+def _partial(func, doc, **kwargs):
+    res = partial(func, **kwargs)
+    res.__doc__ = doc
+    return res
+
+_adam = dict(mom=0.9, sqr_mom=0.99, eps=_eps, wd=0.01)
+AdamW16 = _partial(FusedAdam, "`FusedAdam` with true weight decay and an eps of 1e-4", **_adam)
+Adam16 = _partial(FusedAdam, "`FusedAdam` with L2 regularization and an eps of 1e-4", **_adam, decouple_wd=False)
+RAdam16 = _partial(RAdam, "fastai's `RAdam` with an eps of 1e-4", eps=_eps)
+Lamb16 = _partial(Lamb, "fastai's `Lamb` with an eps of 1e-4", eps=_eps)
+QHAdam16 = _partial(QHAdam, "fastai's `QHAdam` with an eps of 1e-4", eps=_eps)
+Larc16 = _partial(Larc, "fastai's `Larc` with an eps of 1e-4", eps=_eps)
+ranger16 = _partial(ranger, "fastai's `ranger` (`RAdam` with `Lookahead`) with an eps of 1e-4", eps=_eps)
+
+# %% ../nbs/04_optimizer.ipynb #1402d71e
+@delegates(RMSProp)
+def RMSProp16(
+    params:Tensor|Iterable, # Model parameters, or a list of groups of them
+    lr:float|slice, # Default learning rate
+    eps:float=_eps, # Added to the root of the average squared gradient
+    **kwargs
+):
+    "fastai's `RMSProp` with an eps of 1e-4"
+    opt = RMSProp(params, lr, **kwargs)
+    opt.set_hyper('eps', eps) # `RMSProp` has an argument `eps`, but ignores it
+    return opt
 
 # %% ../nbs/04_optimizer.ipynb #c76510f1
 def _like(p, t):
@@ -75,33 +105,3 @@ def step(self:FusedAdam,
         steps = [torch.full((), n, dtype=torch.float32, device=device)]*len(tensors)
         fused(*map(list, zip(*tensors)), [], steps, lr=lr, beta1=mom, beta2=sqr_mom, weight_decay=wd, eps=eps)
     for p,dense in views: p.copy_(dense)
-
-# %% ../nbs/04_optimizer.ipynb #17f0fadc
-_eps = 1e-4
-
-def _partial(func, doc, **kwargs):
-    res = partial(func, **kwargs)
-    res.__doc__ = doc
-    return res
-
-_adam = dict(mom=0.9, sqr_mom=0.99, eps=_eps, wd=0.01)
-AdamW16 = _partial(FusedAdam, "`FusedAdam` with true weight decay and an eps of 1e-4", **_adam)
-Adam16 = _partial(FusedAdam, "`FusedAdam` with L2 regularization and an eps of 1e-4", **_adam, decouple_wd=False)
-RAdam16 = _partial(RAdam, "fastai's `RAdam` with an eps of 1e-4", eps=_eps)
-Lamb16 = _partial(Lamb, "fastai's `Lamb` with an eps of 1e-4", eps=_eps)
-QHAdam16 = _partial(QHAdam, "fastai's `QHAdam` with an eps of 1e-4 instead of 1e-8", eps=_eps)
-Larc16 = _partial(Larc, "fastai's `Larc` with an eps of 1e-4 instead of 1e-8", eps=_eps)
-ranger16 = _partial(ranger, "fastai's `ranger` (`RAdam` with `Lookahead`) with an eps of 1e-4", eps=_eps)
-
-# %% ../nbs/04_optimizer.ipynb #1402d71e
-@delegates(RMSProp)
-def RMSProp16(
-    params:Tensor|Iterable, # Model parameters, or a list of groups of them
-    lr:float|slice, # Default learning rate
-    eps:float=_eps, # Added to the root of the average squared gradient
-    **kwargs
-):
-    "fastai's `RMSProp` with an eps of 1e-4 instead of 1e-8"
-    opt = RMSProp(params, lr, **kwargs)
-    opt.set_hyper('eps', eps) # `RMSProp` has an argument `eps`, but ignores it
-    return opt

@@ -13,7 +13,7 @@ import torch
 from torch.amp import GradScaler
 from fastcore.basics import patch
 
-# %% ../nbs/00_scaler.ipynb #1aabc48a
+# %% ../nbs/00_scaler.ipynb #84dc0cc6
 _fp32 = torch.finfo(torch.float32)
 
 class DynamicScaler(GradScaler):
@@ -26,9 +26,9 @@ class DynamicScaler(GradScaler):
     https://github.com/pytorch/pytorch/issues/99640; `hysteresis` as in Megatron-LM."""
     def __init__(self,
         device:str='cuda', # Device type of the loss, as in `torch.amp.GradScaler`
-        init_scale:float=2.**16, # Loss scale of the first step; a power of two scales without rounding
+        init_scale:float=2.**16, # Loss scale of the first step; use a power of two, which rounds nothing
         growth_factor:float=2., # Multiply the scale by this after `growth_interval` steps in a row without overflow
-        backoff_factor:float=.5, # Multiply the scale by this at an overflow; a batch that runs again searches for its scale
+        backoff_factor:float=.5, # Multiply the scale by this at an overflow (in a fit, the batch runs again and finds its scale by search)
         growth_interval:int=500, # Number of steps in a row without overflow before the scale grows
         hysteresis:int=1, # Overflows until the scale backs off (2: the first is forgiven); the count starts over when it grows
         min_scale:float=2.**-24, # Lowest scale; at least 2**-126, since fp32 cannot hold the inverse of a smaller number
@@ -69,12 +69,12 @@ class DynamicScaler(GradScaler):
         self._init_scale = min(max(self.min_scale, scale), self.max_scale, _fp32.max) # in this order NaN gives `min_scale`
         if self._scale is not None and self._init_scale!=before: self._scale.fill_(self._init_scale)
 
-# %% ../nbs/00_scaler.ipynb #61fc4715
+# %% ../nbs/00_scaler.ipynb #00aa38e5
 @patch
 def scale(self:DynamicScaler,
     outputs # A loss or another tensor, or an iterable of tensors
 ): # Same type as `outputs`
-    "Multiply `outputs` by the scale; in a `fit`, gradients then stay scaled until `unscale_` or the step"
+    "Multiply `outputs`, a loss as a rule, by the scale"
     if self.batches is None: return super(DynamicScaler, self).scale(outputs)
     self.batches.scale_gradients(scale := self.batches.attempt.scale)
     return outputs*scale if isinstance(outputs, torch.Tensor) else type(outputs)(o*scale for o in outputs)
@@ -83,10 +83,11 @@ def scale(self:DynamicScaler,
 def unscale_(self:DynamicScaler,
     optimizer # The optimizer that holds the parameters
 ):
-    "Divide the gradients of `optimizer` by the scale; in a `fit`, divide all scaled gradients"
+    "Divide the gradients of `optimizer` by the scale"
     if self.batches is None: super(DynamicScaler, self).unscale_(optimizer)
     else: self.batches.scale_gradients(1.)
 
+# %% ../nbs/00_scaler.ipynb #d16cd63e
 @patch
 def _next_scale(self:DynamicScaler, overflow):
     "The scale of the next step, given whether the gradients of this one `overflow`"
@@ -101,7 +102,6 @@ def _next_scale(self:DynamicScaler, overflow):
     grown = c_float(self._init_scale*self._growth_factor).value
     return grown if math.isfinite(grown) else self._init_scale
 
-# %% ../nbs/00_scaler.ipynb #1ff40b7c
 @patch
 def update(self:DynamicScaler,
     new_scale:float|torch.Tensor|None=None, # Set the scale to this, within the bounds
