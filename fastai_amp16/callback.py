@@ -42,7 +42,8 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
     to fit, and checkpoints with the optimizer contain it.
 
     Raises `TypeError` for unknown arguments and `ValueError` for invalid ones, for a model without parameters or with half-precision ones,
-    and for an optimizer that holds none of its parameters.
+    and for an optimizer that holds none of its parameters. With `on_spiral='raise'`, raises `FloatingPointError` also for a batch that fp32
+    cannot use.
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
@@ -60,7 +61,8 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
         # For a batch that half precision cannot hold (in fp16: at any loss scale): 'heal' keeps what overflows in fp32 and runs it again,
         # 'warn' warns and skips the step, 'raise' raises `FloatingPointError` with the report
         on_spiral:str='heal',
-        patience:int=3, # End the fit after this many skipped steps in a row; only with `on_spiral='heal'`
+        # End the fit after this many skipped steps in a row, not counting those that lower the loss scale; only with `on_spiral='heal'`
+        patience:int=3,
         rerun:bool=True, # Run a batch again that overflows? `False` skips it, for batches that write files, step environments and the like
         **kwargs
     ):
@@ -97,11 +99,11 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
         return self.context
     @property
     def n_skipped(self) -> int:
-        "Steps skipped so far"
+        "How many steps were skipped"
         return self.log.n_skipped
     @property
     def n_rerun(self) -> int:
-        "Attempts so far, without the first attempt of each step"
+        "How many times batches ran again"
         return self.log.n_rerun
     @property
     def history(self) -> pd.DataFrame:
