@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils import _python_dispatch
 from types import CellType,CodeType,FunctionType,MethodType
+from weakref import WeakSet
 from fastcore.basics import noop,patch
 from fastcore.xtras import is_listy
 from .nested import cast_floats,half_types
@@ -370,6 +371,8 @@ def _knows_bf16():
     "Does the CPU have the instructions that oneDNN's bf16 kernels need?"
     return getattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', bool)() # private in torch
 
+_standing = WeakSet() # plans whose stand-ins are in place, in a pass or as long as its graph lives
+
 class PrecisionPlan:
     """Which weights of `model` have half-precision copies in a forward pass, and which modules stay in fp32
 
@@ -386,8 +389,8 @@ class PrecisionPlan:
         keep_fp32:list|str|type|nn.Module|Callable=None # What else to keep in fp32: a name, class, module or function, or a list of these
     ):
         if dtype not in half_types: raise ValueError(f"dtype={dtype!r} is not half precision: use torch.float16 or torch.bfloat16.")
-        self.wrapped,self.model,self.dtype,self.graphs,self.parts = model,unwrap(model),dtype,0,{}
-        self.params = list(self.model.parameters())
+        self.wrapped,self.model,self.dtype,self.graphs,self.releases,self.parts = model,unwrap(model),dtype,0,0,{}
+        self.params,self.model_modules = list(self.model.parameters()),{*self.model.modules()}
         _refuse(model, self.params)
         self._select(as_list(keep_fp32))
         self._stand_in()
@@ -443,6 +446,8 @@ class PrecisionPlan:
 
     def release(self):
         "Remove the stand-ins"
+        self.releases += 1
+        _standing.discard(self)
         for o in self.stand_ins.values():
             attrs,before,o.placed = o.module.__dict__,o.before,False
             if attrs.get('__reduce_ex__') is o.copies: del attrs['__reduce_ex__']
@@ -455,6 +460,7 @@ class PrecisionPlan:
         stand_ins:list # Some of `stand_ins`, or all
     ):
         "Put the stand-ins in the place of `forward`, until `release`"
+        if stand_ins: _standing.add(self)
         for o in stand_ins:
             attrs = o.module.__dict__
             attrs.setdefault('__reduce_ex__', o.copies)
@@ -519,11 +525,15 @@ class ForwardPass:
         self.slots = [(d,n,d[n]) for d,n in slots if n in d and d[n].dtype==torch.float32]
         self.fastpath,self.depth = torch.backends.mha.get_fastpath_enabled(),_nesting()
         self.autocast = torch.is_autocast_enabled(dev),torch.get_autocast_dtype(dev),torch.is_autocast_cache_enabled()
-        self.placed,self.copies,self.marks,self.graph = [],{},None,_Graph(plan) if until_backward else None
+        self.placed,self.aside,self.copies,self.marks,self.graph = [],[],{},None,_Graph(plan) if until_backward else None
 
     def open(self):
         "Put stand-ins and half-precision weights in place, and switch autocast on"
         plan = self.plan
+        for o in tuple(_standing): # another plan for these modules, whose graph still lives
+            if o is plan or not any(m in plan.model_modules for m in o.stand_ins): continue
+            self.aside.append((o, [s for s in o.stand_ins.values() if s.placed], o.releases+1))
+            o.release()
         plan.place(self.stand_ins)
         masters = dict.fromkeys(p for *_,p in self.slots) # tied weights have one copy, too
         graph,frozen = [p for p in masters if p.requires_grad],[p for p in masters if not p.requires_grad]
@@ -560,7 +570,9 @@ class ForwardPass:
         for _ in range(_nesting()-self.depth): torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()
         if not self.until_backward: self.plan.release()
-        self.placed,self.copies,self.graph = [],{},None # nothing holds them any more but a graph that needs them
+        for o,stand_ins,releases in self.aside:
+            if o.releases==releases: o.place(stand_ins) # else nobody needs them any more
+        self.placed,self.aside,self.copies,self.graph = [],[],{},None # nothing holds them any more but a graph that needs them
 
 # %% ../nbs/02_precision.ipynb #3b94e02e
 @patch

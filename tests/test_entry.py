@@ -524,6 +524,24 @@ def test_predictions_of_parts_are_those_of_half_forward():
     learn = fit(make(Learner, Learner.to_fp16_dynamic, n=64, cbs=[Compares()]), 1)
     assert learn.compares.same==[True]*4
 
+@pytest.mark.parametrize('keep', ['head','enc','enc.'])
+def test_predictions_that_a_program_holds_on_to_change_no_fit(keep):
+    "Their graph keeps the stand-ins of another plan alive"
+    class Holds(Callback):
+        run_valid = False
+        def before_fit(self): self.held = []
+        def hold(self):
+            self.model.eval()
+            with half_forward(self.model, keep_fp32=keep): self.held.append(self.model(torch.ones(4, 8)))
+            self.model.train()
+        before_batch = after_pred = hold
+    def fitted(*cbs):
+        learn = fit(make(Learner, Learner.to_fp16_dynamic, n=64, cbs=cbs), 1)
+        assert not learn.mixed_precision.n_rerun and not learn.mixed_precision.reports
+        return weights(learn)
+    holds = Holds()
+    assert equal(fitted(holds), fitted()) and len(holds.held)==8
+
 def test_accumulated_batches_of_a_program_with_two_model_calls():
     a,b = [fit(make(RDrop, to, cbs=[GradientAccumulation(48), Outlier(5)]), 1) for to in (Learner.to_fp32, hot)]
     assert len(b.mixed_precision.history)==5 and b.mixed_precision.n_skipped==0

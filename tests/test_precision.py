@@ -578,3 +578,39 @@ def test_own_code_elsewhere_is_as_ever():
     assert torch.is_autocast_cache_enabled() and not torch.is_autocast_enabled('cpu')
     with pytest.raises(ValueError, match='matches no module'): half_forward(model, keep_fp32='nowhere.')
     assert list(PrecisionPlan(model, keep_fp32='').kept)[0]=='' and '' not in PrecisionPlan(model, keep_fp32='*').kept
+
+# Two plans for one model, while a graph of the first one lives
+
+def three():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8), nn.Linear(8,8), nn.GELU(), nn.Linear(8,4))
+
+def passed(net, keep, x):
+    with half_forward(net, keep_fp32=keep): return net(x)
+
+kept = [None, '0', '4', ['0','2','4'], '2.']
+
+@pytest.mark.parametrize('first', kept, ids=str)
+@pytest.mark.parametrize('second', kept, ids=str)
+def test_each_pass_has_its_own_plan(first, second):
+    x = torch.randn(4, 8)
+    a,b = passed(three(), first, x),passed(three(), second, x)
+    net = three()
+    held = passed(net, first, x)
+    res = passed(net, second, x)
+    again = passed(net, first, x)
+    for got,alone in ((held,a), (res,b), (again,a)): assert got.dtype==alone.dtype and torch.equal(got, alone)
+    del got,held,res,again
+    gc.collect()
+    assert not any('forward' in vars(m) for m in net.modules())
+
+@pytest.mark.parametrize('second', kept, ids=str)
+def test_a_checkpoint_is_recomputed_as_it_was_after_a_pass_with_another_plan(second):
+    x = torch.randn(4, 8)
+    def grads(between):
+        net = three()
+        with half_forward(net, keep_fp32='2'): held = checkpoint(net, x, use_reentrant=False)
+        if between: passed(net, second, x) # whose graph is gone
+        held.float().square().mean().backward()
+        return [p.grad for p in net.parameters()]
+    assert all(map(torch.equal, grads(True), grads(False)))
