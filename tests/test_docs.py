@@ -178,7 +178,7 @@ def test_site(tmp_path):
     docs.build(tmp_path)
     pages = {o: o.read_text() for o in tmp_path.rglob('*.html')}
     assert len(pages)==len(docs.pages)
-    for n,_ in public(): assert any(f'<h3 id="{n}">' in o for o in pages.values()), n
+    for n,_ in public(): assert any(re.search(rf'<h[34] id="{re.escape(n)}">', o) for o in pages.values()), n
     for path,text in pages.items():
         assert not re.search(r'href="[^"]*ipynb', text), path
         assert not re.search(r'href="[./]*(README\.md|examples/\w+\.py)', text), path # these have pages
