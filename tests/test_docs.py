@@ -185,7 +185,8 @@ def test_site(tmp_path):
         assert not re.search(r'<(script|link|img|iframe)[^>]*(src|href)="(https?:)?//', text), path
         for o in re.findall(r'<img [^>]*src="([^"]*)"', text): assert (path.parent/o).exists(), o
         assert re.search(r'<meta name="description" content="[^"]{10,}"', text), path
-        assert len(re.findall('<table', text))==len(re.findall('<div class="scroll(?: params)?"><table|<table class="highlighttable"', text)), path
+        in_boxes = re.findall('<div class="scroll(?: params)?"><table|<table class="highlighttable"', text)
+        assert len(re.findall('<table', text))==len(in_boxes), path
         assert not re.search(r'<details[^>]* open|&lt;details|```', text) or path.parent.parent.name=='source', path
     assert 'overflow-x: auto' in re.search(r'\.scroll \{[^}]*\}', (tmp_path/'site.css').read_text())[0]
     nav = re.findall(r'class="md-tabs__item.*?<a [^>]*>\s*(.*?)\s*</a>', pages[tmp_path/'index.html'], re.S)
