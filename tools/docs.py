@@ -168,7 +168,7 @@ def of_source(path):
 def weight(path):
     "How much a word on a page counts in a search, beside one on a page of the library that `import *` gives"
     if _stem(path) in ('learner','callback','reports','in_practice'): return 4. # where most questions are answered
-    if path in tutorials or path in guides or path.stem=='index': return 2.
+    if path in (*tutorials, *guides, reference) or path.stem=='index': return 2.
     return 1. if path in library and is_for_all(path) else .25
 
 def with_meta(text, path):
