@@ -390,7 +390,7 @@ class PrecisionPlan:
     ):
         if dtype not in half_types: raise ValueError(f"dtype={dtype!r} is not half precision: use torch.float16 or torch.bfloat16.")
         self.wrapped,self.model,self.dtype,self.graphs,self.releases,self.parts = model,unwrap(model),dtype,0,0,{}
-        self.params,self.model_modules = list(self.model.parameters()),{*self.model.modules()}
+        self.params = list(self.model.parameters())
         _refuse(model, self.params)
         self._select(as_list(keep_fp32))
         self._stand_in()
@@ -449,11 +449,14 @@ class PrecisionPlan:
         self.releases += 1
         _standing.discard(self)
         for o in self.stand_ins.values():
-            attrs,before,o.placed = o.module.__dict__,o.before,False
+            attrs,before,above,o.placed = o.module.__dict__,o.before,None,False
             if attrs.get('__reduce_ex__') is o.copies: del attrs['__reduce_ex__']
-            if _behind(attrs.get('forward')) is not o: continue
+            f = attrs.get('forward')
+            while (b := _behind(f)) is not o and isinstance(b, _Fp32Forward): above,f = b,b.before # of plans that were placed since
+            if b is not o: continue
             while isinstance(b := _behind(before), _Fp32Forward) and not b.placed: before = b.before # of a plan that was released meanwhile
-            if before is None: del attrs['forward']
+            if above: above.before = before
+            elif before is None: del attrs['forward']
             else: attrs['forward'] = before
 
     def place(self,
@@ -531,7 +534,7 @@ class ForwardPass:
         "Put stand-ins and half-precision weights in place, and switch autocast on"
         plan = self.plan
         for o in tuple(_standing): # another plan for these modules, whose graph still lives
-            if o is plan or not any(m in plan.model_modules for m in o.stand_ins): continue
+            if o is plan or o.stand_ins.keys().isdisjoint(plan.model.modules()): continue
             self.aside.append((o, [s for s in o.stand_ins.values() if s.placed], o.releases+1))
             o.release()
         plan.place(self.stand_ins)

@@ -614,3 +614,15 @@ def test_a_checkpoint_is_recomputed_as_it_was_after_a_pass_with_another_plan(sec
         held.float().square().mean().backward()
         return [p.grad for p in net.parameters()]
     assert all(map(torch.equal, grads(True), grads(False)))
+
+def test_plans_that_take_turns_leave_nothing_behind():
+    "Each makes several passes whose graphs live, and lets go of them in any order"
+    x,net = torch.randn(4, 8),three()
+    plans = [PrecisionPlan(net, keep_fp32=o) for o in kept]
+    alone = [passed(three(), o, x) for o in kept]
+    held = []
+    for i in (0,1,0,2,1,3,4,0,2):
+        with plans[i].forward_pass(): held.append(net(x))
+        assert held[-1].dtype==alone[i].dtype and torch.equal(held[-1], alone[i])
+    for i in (4,0,5,2,1,0,2,1,0): del held[i]
+    assert not held and not any({'forward','__reduce_ex__'} & {*vars(m)} for m in net.modules())
