@@ -61,7 +61,7 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
         # For a batch that half precision cannot hold (in fp16: at any loss scale): 'heal' keeps what overflows in fp32 and runs it again,
         # 'warn' warns and skips the step, 'raise' raises `FloatingPointError` with the report
         on_spiral:str='heal',
-        # End the fit after this many skipped steps in a row, not counting those that lower the loss scale; only with `on_spiral='heal'`
+        # End the fit after this many skipped steps in a row (only with `on_spiral='heal'`); those that lower the loss scale do not count
         patience:int=3,
         rerun:bool=True, # Run a batch again that overflows? `False` skips it, for batches that write files, step environments and the like
         **kwargs
@@ -324,7 +324,10 @@ def _skip(self:DynamicMixedPrecision, outcome, norm):
         self.log.unsaved -= 1
         s.update(found_inf=True) # as a scaler does that skips
     elif record.lost or record.in_fp32 or record.asks_first: self.log.vain += 1
-    if not record.possible and self.rerun:
+    if record.static and outcome is Outcome.overflow:
+        self.say_once(f'A step was skipped: its gradients overflowed at the static loss scale {s.get_scale():g}. To skip no step, leave '
+                      'out `dynamic=False`.')
+    elif not record.possible and self.rerun:
         self.say_once('A step was skipped: its batch overflowed and could not run again, because weights or inputs were changed within the '
                       'batch, or because too many batches were accumulated. To avoid that, start with a lower init_scale.')
     self._end_if_lost(record)

@@ -10,7 +10,8 @@ import math,re
 from dataclasses import dataclass
 from fastai.basics import *
 from .nested import replace,tensors
-from .report import PrecisionReport,in_words,listed
+from .precision import names_of
+from .report import PrecisionReport,in_words,keep_code,listed
 from .rerun import loss_name
 from .case import Case,deviation,faults,has_code,is_bad,is_new,wrong
 from .remedy import Reason,heal,likeness
@@ -225,8 +226,6 @@ def diagnose(
         else: report.sentence += f" Numbers in {where} exceed {torch.finfo(case.dtype).max:g} but do no harm."
     return report
 
-def _kept(promoted): return f"keep_fp32=[{', '.join(map(repr, promoted))}]"
-
 def _judged(case):
     "The report on a batch that is finite in fp32"
     case.half = half = case.run(reference=case.fp32)
@@ -249,7 +248,8 @@ def _judged(case):
     phase,frame = found[0] if found else ('backward',None)
     report = _explained(case, healed[2] if healed else {None: Reason(phase, frame, half, case.scale)}, plain)
     if healed: report.promoted,report.new_scale,_ = healed
-    report.remedy = _kept(report.promoted) if healed else "train in fp32, since nothing else that was tried helps"
+    report.remedy = "train in fp32, since nothing else that was tried helps"
+    if healed: report.remedy = keep_code(names_of(case.model, [*case.keep, *report.promoted]), case.dtype)
     return report
 
 # %% ../nbs/14_diagnose.ipynb #df02d609
@@ -294,6 +294,5 @@ def merged(
         res = min(rs, key=lambda r: r.new_scale or math.inf) # the one that names the scale that fits all
         if len(rs)<len(reports): res.sentence = f"On rank{'s' if len(rs)>1 else ''} {', '.join(map(str, ranks))}: {res.sentence}"
         res.promoted = list(dict.fromkeys(p for r in rs for p in r.promoted))
-        if res.promoted: res.remedy = _kept(res.promoted)
         return res
     return [told(ranks) for ranks in res.values()]

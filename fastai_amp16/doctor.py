@@ -38,11 +38,11 @@ _severities = dict(error='will fail', warning='may fail or be wrong', speed='slo
 
 @dataclass
 class Finding:
-    "A hazard: how bad it is, where, what, and what to do"
+    "A hazard: how bad it is, where, what, and what to do" # a check writes `{keep}` in a remedy for the call that keeps `keep` in fp32
     severity:str # 'error': will fail; 'warning': may fail or be wrong; 'speed'; 'info'
     module:str # Dotted name of the module whose code is concerned; '' is the model itself, `None` no module
     fact:str # What the doctor found, in a sentence
-    remedy:str # Code to run, or how to change the model's code; `{keep}` stands for the call that keeps `keep` in fp32
+    remedy:str # Code to run, or how to change the model's code
     keep:list = field(default_factory=list, repr=False) # What to keep in fp32, as `keep_fp32` takes it, if that helps
     others:list = field(default_factory=list) # More modules with the same finding
 
@@ -88,7 +88,7 @@ class Checkup(list):
         for o in self:
             res.append(f"\n{o.severity.upper()}  {o.where}{': ' if o.where else ''}{o.fact}")
             res += [f'    {l}' for l in o.remedy.splitlines()]
-        return '\n'.join(res+([f'\nTo keep all of these in fp32:\n    {self.remedy}'] if self.remedy else []))
+        return '\n'.join(res+([f'\nTo keep in fp32 what the findings name:\n    {self.remedy}'] if self.remedy else []))
     __repr__ = __str__
 
     def _repr_html_(self):
@@ -99,7 +99,7 @@ class Checkup(list):
             df = pd.DataFrame(rows, columns=['how bad','where','what'])
             res.append(styler(df, df, self).format('<b>{}</b>', 'how bad').format(escape='html', subset='where')
                 .apply(lambda row: [f"background-color:rgba({colors[_colors[row['how bad']]]},.18)"]*len(row), axis=1).to_html())
-        if self.remedy: res.append(f'<p>To keep all of these in fp32: {code(self.remedy)}</p>')
+        if self.remedy: res.append(f'<p>To keep in fp32 what the findings name: {code(self.remedy)}</p>')
         return f'<div style="color:inherit">{"".join(res)}</div>'
 
 # %% ../nbs/20_doctor.ipynb #6e3ca6ee

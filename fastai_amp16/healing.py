@@ -9,7 +9,7 @@ __all__ = ['Making', 'Healing', 'showing']
 from dataclasses import dataclass
 from time import perf_counter
 from fastai.basics import *
-from .precision import as_list,find_modules,unwrap
+from .precision import as_list,names_of,unwrap
 from .entry import Entry
 from .step import Next,Outcome,StepRecord
 from .rerun import Attempt,Batches
@@ -109,6 +109,8 @@ def examine(self:Healing,
                       "To train without half precision: learn.to_fp32().")
     def tells(r): return r.verdict!='healthy' and (self.training or not r.fp32_fails)
     reports = merged([o.report if o.report and tells(o.report) else None for o in found])
+    for r in reports:
+        if r.promoted: r.remedy = keep_code([*self.names(), *r.promoted], self.dtype)
     if raised and reports and not self.repeats(f): reports,healed = [],False
     self.reports += reports
     what,scale = self.after_look(reports, healed, lost, can, any(o.silent for o in found), bool(raised))
@@ -208,4 +210,4 @@ def asking(self:Healing,
 @patch
 def names(self:Healing) -> list:
     "The names of everything that is kept in fp32"
-    return list(dict.fromkeys(n for o in self.keeps() for n in ([o] if isinstance(o, str) else find_modules(unwrap(self.learn.model), o))))
+    return names_of(unwrap(self.learn.model), self.keeps())

@@ -79,7 +79,7 @@ def plot_history(
     if axs is None: _,axs = plt.subplots(2, 1, sharex=True, figsize=(7,5))
     axs[0].step(df.step, df.loss_scale, where='post')
     again,skipped = df[(df.reruns>0) & ~df.skipped],df[df.skipped]
-    for rows,marker,color,what in ((again,'.','tab:orange','ran again'), (skipped,'x','tab:red','skipped')):
+    for rows,marker,color,what in ((again,'.','tab:orange','ran again, step taken'), (skipped,'x','tab:red','skipped')):
         axs[0].plot(rows.step, rows.loss_scale, marker, color=color, label=f'{what}: {len(rows)}')
     axs[0].set_yscale('log', base=2)
     axs[0].set(ylabel='loss scale')

@@ -22,8 +22,8 @@ class PrecisionReport:
     they ran. Shares are from 0 to 1, and NaN means not measured."""
     verdict:str # 'healthy', 'weights', 'data', 'loss_func', 'divergence', 'scale', 'forward', 'backward' or 'loss'
     sentence:str # The cause, as a sentence
-    remedy:str = '' # What you can do: words, a call, or an argument of `to_fp16_dynamic`
-    producer:str = None # Dotted name of the module at fault; '' is the model itself, `None` means no module
+    remedy:str = '' # What you can do, in words or as code
+    producer:str = None # Dotted name of the module at fault; an empty string means the model itself, `None` no module
     op:str = None # The operation at fault in that module
     table:pd.DataFrame = field(default_factory=pd.DataFrame) # One row per module, see above; empty if nothing was measured
     scale:float = 1. # The loss scale of the batch

@@ -351,7 +351,7 @@ class Wide(nn.Module):
 def test_a_layer_with_nearly_all_weights_has_its_plain_name(make, kept):
     "Only what has modules inside has code of its own to speak of"
     c = case(lambda: nn.Sequential(make(), Do(lambda x: x.tanh().mean(1, keepdim=True))))
-    assert diagnose(c).remedy==f"keep_fp32=['{kept}']" and heal(c)[0]==[kept]
+    assert diagnose(c).remedy==f"learn.to_fp16_dynamic(keep_fp32=['{kept}'])" and heal(c)[0]==[kept]
 
 class Feed(nn.Module):
     "A block whose numbers are large between its two layers, `k` times"
@@ -425,7 +425,7 @@ def test_a_norm_whose_output_passes_65504_is_said_to_do_that(norm):
         return model
     r = diagnose(case(model))
     assert re.match(r'1 \(\w+\) gives numbers up to [\d.e+]+, but the largest float16 number is 65504', r.sentence) and r.op is None
-    assert r.producer==r.promoted[0]=='1' and r.promoted in (['1'],['1','3']) and r.remedy==f'keep_fp32={r.promoted}'
+    assert r.producer==r.promoted[0]=='1' and r.promoted in (['1'],['1','3']) and r.remedy==f'learn.to_fp16_dynamic(keep_fp32={r.promoted})'
 
 class Intermediate(nn.Module):
     "Gradients are 2**8 times as large on the way"
@@ -459,7 +459,7 @@ def test_the_scale_that_fits_own_code(model, k):
     assert best<16 and best-2<=math.log2(r.new_scale)<=best
 
 def test_the_remedy_without_healing_leaves_something_in_half():
-    assert diagnose(case(Exp)).remedy=="keep_fp32=['.']"
+    assert diagnose(case(Exp)).remedy=="learn.to_fp16_dynamic(keep_fp32=['.'])"
 
 # %% pieces
 def test_deviation():
@@ -550,9 +550,9 @@ def test_a_loss_function_that_predictions_are_bad_for_is_not_at_fault(loss_func)
 
 def test_the_words_of_several_ranks_agree_with_what_is_done():
     def report(scale, promoted):
-        return PrecisionReport('forward', f'{scale} fits.', f'keep_fp32={promoted}', 'a', promoted=promoted, new_scale=scale)
+        return PrecisionReport('forward', f'{scale} fits.', producer='a', promoted=promoted, new_scale=scale)
     r, = merged([report(2., ['x']), report(0.25, ['y'])])
-    assert (r.sentence,r.new_scale,r.promoted,r.remedy)==('0.25 fits.', 0.25, ['x','y'], "keep_fp32=['x', 'y']")
+    assert (r.sentence,r.new_scale,r.promoted)==('0.25 fits.', 0.25, ['x','y'])
 
 def test_what_several_ranks_found_is_told_once():
     def report(verdict='forward', producer='a', promoted=(), scale=None, **kwargs):

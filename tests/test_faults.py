@@ -473,7 +473,9 @@ def test_a_static_scale_that_is_too_high_skips_and_says_so(on_spiral):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter('always')
         fit(learn, 1)
-    ends,mp = [str(w.message) for w in told if 'Training stopped' in str(w.message)],learn.mixed_precision
+    said,mp = [str(w.message) for w in told],learn.mixed_precision
+    ends,skips = [[o for o in said if o.startswith(words)] for words in ('Training stopped','A step was skipped')]
+    assert len(skips)==1 and 'the static loss scale 1.67772e+07' in skips[0] and '`dynamic=False`' in skips[0]
     assert mp.n_skipped==len(mp.history)==(4 if on_spiral=='heal' else 10) and mp.scaler.get_scale()==2**24
     assert ['static' in o and 'nor fp32' not in o for o in ends]==[True]*(on_spiral=='heal')
     clean(learn)

@@ -347,9 +347,13 @@ def test_a_diagnosis_that_fails_does_not_lose_the_batch_and_says_why(name, monke
     clean(learn)
 
 def test_without_healing_nothing_is_said_to_stay_in_fp32():
-    learn,msgs = said(lambda: learner(between(Do(times_and_back))), on_spiral='warn')
-    assert learn.mixed_precision.promoted==[] and learn.mixed_precision.n_skipped>0
-    assert "The step of this batch is skipped. What you can do: keep_fp32=['1']." in msgs[0] and not any('from now on' in o for o in msgs)
+    "The remedy keeps what is kept already, as a second call replaces the first"
+    for kw,names in ((dict(), "'1'"), (dict(keep_fp32=nn.ReLU), "'2', '1'")):
+        learn,msgs = said(lambda: learner(between(Do(times_and_back), nn.ReLU())), on_spiral='warn', **kw)
+        assert learn.mixed_precision.promoted==[] and learn.mixed_precision.n_skipped>0
+        remedy = f"learn.to_fp16_dynamic(keep_fp32=[{names}])"
+        assert f"The step of this batch is skipped. What you can do: {remedy}." in msgs[0]
+        assert learn.diagnose_fp16().remedy==remedy and not any('from now on' in o for o in msgs)
 
 def test_the_same_report_is_told_once_in_a_fit():
     "The same sample is broken in each epoch; the next fit tells of it again"

@@ -54,7 +54,7 @@ def test_history_and_metrics_of_a_fit():
     _,axs = plt.subplots(2, 1)
     mp.plot(axs)
     drawn = {o.get_label(): o.get_xdata().tolist() for o in axs[0].lines}
-    assert drawn['ran again: 1']==[0] and drawn['skipped: 3']==[1,3,5] and axs[0].get_yscale()=='log'
+    assert drawn['ran again, step taken: 1']==[0] and drawn['skipped: 3']==[1,3,5] and axs[0].get_yscale()=='log'
     assert set(axs[1].lines[1].get_ydata())=={0.25}
     fit(learn.to_fp32(), 1)
     assert learn.recorder.values[-1][2:]==[None]*3
@@ -74,5 +74,5 @@ def test_plots_of_any_history(rows):
         fig.canvas.draw()
         plot_history(log.frame())
     texts = [o.get_text() for o in axs[0].get_legend().get_texts()]
-    assert texts==[f'ran again: {sum(r[1]>0 and not r[2] for r in rows)}', f'skipped: {sum(r[2] for r in rows)}']
+    assert texts==[f'ran again, step taken: {sum(r[1]>0 and not r[2] for r in rows)}', f'skipped: {sum(r[2] for r in rows)}']
     plt.close('all')
