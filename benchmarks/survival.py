@@ -17,9 +17,9 @@ contenders = ('to_fp16','to_non_native_fp16','to_fp16_dynamic')
 # %% trainings of benchmarks/hostile.py
 trainings = {'RegNetY with Squeeze-and-Excitation on raw counts': 'regnety', 'residual network without norms': 'norm_free',
              'attention mask: `+(1-m)*-1e9`': 'masked_add', 'attention mask: `masked_fill(m, -1e9)`': 'masked_fill',
-             'attention with scores above 65504': 'large_logits', 'RMS norm written by hand': 'rms',
-             'RMS norm within `forward`': 'rms_inline', 'sum over 70,000 elements': 'sum_pool',
-             'Poisson regression by `exp`': 'poisson', '`x/(x.norm()+1e-8)` of an empty sample': 'cosine',
+             'attention with scores above 65504': 'large_logits', 'RMS norm as a module of its own': 'rms',
+             'RMS norm in the code of another module': 'rms_inline', 'sum over 70,000 elements': 'sum_pool',
+             'Poisson regression by `exp`': 'poisson', '`x/(x.norm()+1e-8)` of a sample of zeros': 'cosine',
              'sigmoid and `BCELoss`': 'sigmoid_bce', 'targets in dollars, summed squares': 'large_units', 'loss of 1e-7': 'tiny_loss',
              'one image in a hundred with a broken pixel': 'broken_pixels', 'absolute values of small complex numbers': 'backward_only'}
 
@@ -148,18 +148,18 @@ def resume(to):
         return same(weights(whole), weights(quiet(again, 4, start_epoch=2)))
 
 events = {
-    'Ctrl-C in the middle of a batch, then another fit': ctrl_c,
-    '200 infinite batches in a row (`patience=1000`), then healthy ones': persistent,
+    'after Ctrl-C in the middle of a batch, another fit learns': ctrl_c,
+    'after 200 infinite batches in a row, the fit learns again (`patience=1000`)': persistent,
     'one infinite loss: the recorded loss stays finite': one_inf,
     'one infinite batch: norm statistics stay finite': statistics,
     '`lr_find` leaves the weights as they were': lr_find,
-    'a callback edits weights in a fit': edit,
-    '`learn.load` in a fit': load,
+    'weights that a callback edits in a fit stay edited': edit,
+    'weights that `learn.load` loads in a fit stay loaded': load,
     "fastai's `GradientClip` clips": clip,
-    '`to_fp16` is called twice, then a fit': twice,
-    '`learn.validate()` by a callback in a fit': validate,
-    'a checkpoint of the middle of a fit holds fp32 weights': mid_fit_checkpoint,
-    'resumed in a new learner, bit for bit': resume}
+    'after `to_fp16` is called twice, a fit learns': twice,
+    'after a callback calls `learn.validate()`, the fit learns': validate,
+    'a checkpoint made in a fit holds fp32 weights': mid_fit_checkpoint,
+    'a fit resumed in a new learner ends bit for bit the same': resume}
 
 def passes(event, to):
     try:

@@ -185,7 +185,7 @@ def boxed(html):
 
 def config(out):
     "The settings of MkDocs, which writes to `out`"
-    extensions = ['attr_list', 'tables', 'md_in_html', 'pymdownx.superfences', 'pymdownx.magiclink',
+    extensions = ['attr_list', 'sane_lists', 'tables', 'md_in_html', 'pymdownx.superfences', 'pymdownx.magiclink',
                   {'pymdownx.highlight': dict(anchor_linenums=True)}, {'toc': dict(permalink=True, toc_depth=3)}]
     checks = 'omitted_files','absolute_links','unrecognized_links','anchors'
     return dict(
