@@ -31,7 +31,7 @@ class DynamicScaler(GradScaler):
         backoff_factor:float=.5, # Multiply the scale by this at an overflow (in a fit, the batch runs again and finds its scale by search)
         growth_interval:int=500, # Number of steps in a row without overflow before the scale grows
         hysteresis:int=1, # Overflows until the scale backs off (2: the first is forgiven); the count starts over when it grows
-        min_scale:float=2.**-24, # Lowest scale; at least 2**-126, since fp32 cannot hold the inverse of a smaller number
+        min_scale:float=2.**-24, # Lowest scale; at least 2**-126, the smallest normal number of fp32
         max_scale:float=2.**24, # Highest scale; `math.inf` for no limit
         dynamic:bool=True, # `False` for static loss scaling: the scale stays at `init_scale`
         enabled:bool=True # `False` to scale nothing, as in `torch.amp.GradScaler`
@@ -42,7 +42,7 @@ class DynamicScaler(GradScaler):
             require(isinstance(v, Real) and v>0, who, k, v, 'a number above 0')
         for k,v in dict(growth_interval=growth_interval, hysteresis=hysteresis).items():
             require(v<math.inf and v==int(v), who, k, v, 'a whole number of steps')
-        require(min_scale>=_fp32.tiny, who, 'min_scale', min_scale, 'at least 2**-126, below which fp32 cannot hold the inverse')
+        require(min_scale>=_fp32.tiny, who, 'min_scale', min_scale, 'at least 2**-126, the smallest normal number of fp32')
         require(max_scale>=min_scale, who, 'max_scale', max_scale, f'at least min_scale={min_scale}')
         require(min_scale<=init_scale<=min(max_scale, _fp32.max), who, 'init_scale', init_scale,
                  f'finite in fp32 and between min_scale={min_scale} and max_scale={max_scale}')
