@@ -58,7 +58,7 @@ class GradientNormClip(Callback):
         self._fetch()
         return self._norms
 
-# %% ../nbs/06_clip.ipynb #11ad46d7
+# %% ../nbs/06_clip.ipynb #f6ab9f0b
 @patch
 def plot(self:GradientNormClip,
     ax=None # Matplotlib axes to draw on
@@ -68,4 +68,5 @@ def plot(self:GradientNormClip,
     ax.plot(self.norms, lw=1, label='before clipping')
     ax.axhline(self.max_norm, color='tab:red', ls='--', label=f'clipped at {self.max_norm:g}')
     ax.set(xlabel='step', ylabel='gradient norm', yscale='log')
+    ax.yaxis.set_major_formatter('{x:g}')
     ax.legend()

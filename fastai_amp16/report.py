@@ -60,7 +60,8 @@ def plot(self:PrecisionReport,
     ax.barh(range(len(df)), df.bits.clip(-_longest, _longest), color=['tab:red' if o else 'tab:blue' for o in hot], height=0.7)
     ax.set_yticks(range(len(df)), [o or '(the model)' for o in df.module], fontsize=8)
     ax.axvline(0, color='tab:red', ls='--', lw=1)
-    ax.set(xlabel=f'bits left up to {torch.finfo(self.dtype).max:g}', title='headroom', ylim=(-0.6, len(df)-0.4))
+    ax.set(xlabel=f'bits left up to {torch.finfo(self.dtype).max:g} (below 0: overflow)', title='room of each module',
+           ylim=(-0.6, len(df)-0.4))
     return ax
 
 # %% ../nbs/11_report.ipynb #0ccf51d7
