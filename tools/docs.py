@@ -75,7 +75,8 @@ def render(nb, site):
     for i,o in enumerate(rest): # the contents of a page name what you call, and of the rest the headings
         for heading in re.findall('^## (.*)', o, re.M): is_inside = heading.startswith('Inside')
         if is_inside and o.startswith('### `'): rest[i] = f'#{o}'
-    return '\n\n'.join([_with_module(first, module) if module else first, *rest])
+    text = '\n\n'.join([_with_module(first, module) if module else first, *rest])
+    return re.sub(r'^!\[([^]]*)\]\(([^)]*)\)$', r'[![\1](\2)](\2)', text, flags=re.M) # a tap enlarges it
 
 def _with_module(opening, module):
     "The opening of a page, with where its code is after title and subtitle"
@@ -176,6 +177,7 @@ def with_meta(text, path):
     is_source = path.suffix=='.py'
     search = dict(exclude=True) if is_source else dict(boost=weight(path))
     meta = dict(description=of_source(path) if is_source else described(text), search=search)
+    if is_source: meta['hide'] = ['toc'] # room for the lines
     return f'---\n{yaml.safe_dump(meta, allow_unicode=True, sort_keys=False)}---\n\n{text}'
 
 def boxed(html):
