@@ -121,7 +121,7 @@ def _shortened(
 
 # %% ../nbs/11_report.ipynb #dbdcd254
 def _num(x): return f'{x:.3g}'
-def _bits(x): return _num(round(x, 1)+0.) # + 0.: no '-0'
+def _bits(x): return f'{x:.1g}' if -.05<=x<0 else _num(round(x, 1)) # what is below 0 must look so
 def _share(x): return '–' if x==0 else f'{x:.2%}' if x>=1e-4 else '<0.01%'
 
 _formats = dict(dict.fromkeys(('input','output','inside','gradient','weight_grad'), _num), bits=_bits, flushed=_share, subnormal=_share)
