@@ -39,7 +39,7 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
     Replaces fastai's `MixedPrecision`, also as `learn.mixed_precision`. The model's own parameters are the master weights, so you read,
     edit, save and load the weights that are trained. A batch whose gradients are not finite runs again, at a lower loss scale or with the
     layers that overflow in fp32. By default, a step is skipped only if fp32 could not take it either, or if its batch cannot run again:
-    your code changed weights or inputs within it, or it accumulates too many batches. A warning then says so. The loss scale carries over
+    your code changed weights or inputs within it, or it accumulates more than 1 GiB. A warning then says so. The loss scale carries over
     from fit to fit, and checkpoints with the optimizer contain it.
 
     Raises `TypeError` for unknown arguments and `ValueError` for invalid ones, for a model without parameters or with half-precision ones,
@@ -64,7 +64,7 @@ class DynamicMixedPrecision(Attempts, MixedPrecision):
         on_spiral:str='heal',
         # End the fit after this many skipped steps in a row (only with `on_spiral='heal'`); those that lower the loss scale do not count
         patience:int=3,
-        rerun:bool=True, # Run a batch again that overflows? `False` skips it, for batches that write files, step environments and the like
+        rerun:bool=True, # Run a batch again if it overflows? `False` skips its step, for batches with side effects, such as writing files
         **kwargs
     ):
         _prepare_learners()

@@ -54,7 +54,7 @@ class GradientNormClip(Callback):
 
     @property
     def norms(self) -> list:
-        "The norm of each step so far, before clipping, as floats"
+        "The norm of each step taken so far, before clipping, as floats"
         self._fetch()
         return self._norms
 

@@ -91,7 +91,7 @@ class Checkup(list):
     __repr__ = __str__
 
     def _repr_html_(self):
-        def code(s): return f'<code style="white-space:pre-wrap">{escape(s)}</code>'
+        def code(s): return f'<code style="white-space:pre-wrap;overflow-wrap:anywhere">{escape(s)}</code>'
         res = [f'<p><b>{escape(self.sentence)}</b></p>']
         if self:
             rows = [(o.severity, o.where, as_html(o.fact)+'<br>'+code(o.remedy)) for o in self]
@@ -358,13 +358,14 @@ def _gates(e):
         # others have a position each, and add up nothing
         if any(map(_is_pool, path)): gates.append((n, s, {o.module for o in path if o.op in _weighted}))
     swap = gates and all(isinstance(e.modules[s.module], nn.Sigmoid) for _,s,_ in gates) and e.all_are(nn.Sigmoid, [s for _,s,_ in gates])
-    fix = 'swap_module(learn.model, nn.Sigmoid, nn.Hardsigmoid)\n# or ' if swap else ''
+    fix = '\n# or swap_module(learn.model, nn.Sigmoid, nn.Hardsigmoid) # if you train from scratch' if swap else ''
     for n,s,squeeze in gates:
         if e.room(n, s)>=_enough: continue
         block = {k for k,m in e.modules.items() if isinstance(m, (nn.Linear,*convs)) and k.startswith(n.module+'.')}
         name,keep = (n.module,[n.module]) if n.module and block<=squeeze else (s.module,[*e.own(n.module),*sorted(squeeze)])
-        fact = f"A sigmoid gate for channels (Squeeze-and-Excitation) in {e.kind}: its gradient sums over all positions and may overflow."
-        yield Finding('warning', name, fact, fix+'{keep}', keep)
+        fact = (f"A sigmoid gate for channels (Squeeze-and-Excitation) in {e.kind}: its gradient sums over all positions and may overflow, "
+                "and becomes NaN where the gate is fully shut or open.")
+        yield Finding('warning', name, fact, '{keep}'+fix, keep)
 
 # %% ../nbs/20_doctor.ipynb #96c988b7
 # what may stand between a variance and what is divided by it

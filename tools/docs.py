@@ -168,7 +168,8 @@ def of_source(path):
 
 def weight(path):
     "How much a word on a page counts in a search, beside one on a page of the library that `import *` gives"
-    if _stem(path) in ('learner','callback','reports','in_practice'): return 4. # where most questions are answered
+    if _stem(path)=='reports': return 6. # begins with what people see
+    if _stem(path) in ('learner','callback','in_practice'): return 4. # where most questions are answered
     if path in (*tutorials, *guides, reference) or path.stem=='index': return 2.
     return 1. if path in library and is_for_all(path) else .25
 
@@ -181,8 +182,18 @@ def with_meta(text, path):
     return f'---\n{yaml.safe_dump(meta, allow_unicode=True, sort_keys=False)}---\n\n{text}'
 
 def boxed(html):
-    "Each table in a box that it can be scrolled in, so that no page is wider than a phone; but not the table that holds a Python file"
-    def box(m): return f'<div class="scroll{" params" if "<th>Parameter</th>" in m[0] else ""}">{m[0]}</div>'
+    """Each table in a box that it can be scrolled in, so that no page is wider than a phone; but not the table that holds a Python file
+
+    A phone shows the cells of a table of parameters or sentences below each other, with the names of their columns."""
+    def cells(row, tag): return [re.sub('<.*?>', '', o, flags=re.S).strip() for o in re.findall(f'<{tag}\\b.*?>(.*?)</{tag}>', row, re.S)]
+    def box(m):
+        table,heads = m[0],cells(m[0].partition('</thead>')[0], 'th')
+        kind = ' params' if 'Parameter' in heads else ' prose' if any(len(o)>60 for o in cells(table, 'td')) else ''
+        def named(row):
+            names = iter(heads[row[0].count('<th'):]) # an index is a `th`
+            return re.sub('<td', lambda _: f'<td data-head="{escape(next(names, ""))}"', row[0])
+        if kind==' prose': table = re.sub('<tr.*?</tr>', named, table, flags=re.S)
+        return f'<div class="scroll{kind}">{table}</div>'
     return re.sub(r'<table(?! class="highlighttable").*?</table>', box, html, flags=re.S)
 
 def config(out):
