@@ -185,10 +185,13 @@ def test_site(tmp_path):
         assert not re.search(r'<(script|link|img|iframe)[^>]*(src|href)="(https?:)?//', text), path
         for o in re.findall(r'<img [^>]*src="([^"]*)"', text): assert (path.parent/o).exists(), o
         assert re.search(r'<meta name="description" content="[^"]{10,}"', text), path
-        in_boxes = re.findall('<div class="scroll(?: params)?"><table|<table class="highlighttable"', text)
+        in_boxes = re.findall('<div class="scroll(?: params| prose)?"><table|<table class="highlighttable"', text)
         assert len(re.findall('<table', text))==len(in_boxes), path
         assert not re.search(r'<details[^>]* open|&lt;details|```', text) or path.parent.parent.name=='source', path
     assert 'overflow-x: auto' in re.search(r'\.scroll \{[^}]*\}', (tmp_path/'site.css').read_text())[0]
+    calls = (tmp_path/'reference.html').read_text() # on a phone, each cell says which column it is of
+    row = re.search('<tr>(?:(?!</tr>).)*learn.fp16_doctor.*?</tr>', calls, re.S)[0]
+    assert re.findall('<td data-head="(.*?)"', row)==['you want to','write','read']
     nav = re.findall(r'class="md-tabs__item.*?<a [^>]*>\s*(.*?)\s*</a>', pages[tmp_path/'index.html'], re.S)
     assert nav==['Overview','Tutorials','Library',*map(docs.title, docs.guides),'Benchmarks','Source','Changelog','Contributing']
     assert re.search(r'<style[^>]*>[^<]*rgba\(218,54,51,.22\)', pages[tmp_path/'tutorials'/'reports.html']) # the row of the producer
