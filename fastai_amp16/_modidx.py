@@ -330,6 +330,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastai_amp16.history.LossScale._of': ('history.html#lossscale._of', 'fastai_amp16/history.py'),
                                       'fastai_amp16.history.SkippedSteps': ('history.html#skippedsteps', 'fastai_amp16/history.py'),
                                       'fastai_amp16.history.SkippedSteps._of': ('history.html#skippedsteps._of', 'fastai_amp16/history.py'),
+                                      'fastai_amp16.history._Plain': ('history.html#_plain', 'fastai_amp16/history.py'),
+                                      'fastai_amp16.history._Plain.__call__': ('history.html#_plain.__call__', 'fastai_amp16/history.py'),
                                       'fastai_amp16.history._StepMetric': ('history.html#_stepmetric', 'fastai_amp16/history.py'),
                                       'fastai_amp16.history._StepMetric.accumulate': ( 'history.html#_stepmetric.accumulate',
                                                                                        'fastai_amp16/history.py'),

@@ -188,7 +188,9 @@ def boxed(html):
     def cells(row, tag): return [re.sub('<.*?>', '', o, flags=re.S).strip() for o in re.findall(f'<{tag}\\b.*?>(.*?)</{tag}>', row, re.S)]
     def box(m):
         table,heads = m[0],cells(m[0].partition('</thead>')[0], 'th')
-        kind = ' params' if 'Parameter' in heads else ' prose' if any(len(o)>60 for o in cells(table, 'td')) else ''
+        rows = re.findall('<tr.*?</tr>', table, re.S)
+        is_prose = any(len(o)>60 for row in rows for o in cells(row, 'td')[1:])
+        kind = ' params' if 'Parameter' in heads else ' prose' if is_prose else ''
         def named(row):
             names = iter(heads[row[0].count('<th'):]) # an index is a `th`
             return re.sub('<td', lambda _: f'<td data-head="{escape(next(names, ""))}"', row[0])
