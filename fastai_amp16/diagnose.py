@@ -283,7 +283,8 @@ def find(
         return Found(failure=why, raised=raised, same=error is not None and by_fp32, fp32_can=not memory and not by_fp32)
 
 def merged(
-    reports:list # One per rank; `None` if a rank has nothing to report
+    reports:list, # One per rank; `None` if a rank has nothing to report
+    kept=() # Names of what is kept in fp32 already, for the remedy
 ) -> list: # Of `PrecisionReport`
     "Combine the reports of all ranks: one for each fault"
     res = {}
@@ -294,5 +295,6 @@ def merged(
         res = min(rs, key=lambda r: r.new_scale or math.inf) # the one that names the scale that fits all
         if len(rs)<len(reports): res.sentence = f"On rank{'s' if len(rs)>1 else ''} {', '.join(map(str, ranks))}: {res.sentence}"
         res.promoted = list(dict.fromkeys(p for r in rs for p in r.promoted))
+        if res.promoted: res.remedy = keep_code([*kept, *res.promoted], res.dtype)
         return res
     return [told(ranks) for ranks in res.values()]

@@ -108,9 +108,7 @@ def examine(self:Healing,
                       f"{'The batch runs in fp32 instead' if can and self.on_spiral=='heal' else 'Its step is skipped'}. "
                       "To train without half precision: learn.to_fp32().")
     def tells(r): return r.verdict!='healthy' and (self.training or not r.fp32_fails)
-    reports = merged([o.report if o.report and tells(o.report) else None for o in found])
-    for r in reports:
-        if r.promoted: r.remedy = keep_code([*self.names(), *r.promoted], self.dtype)
+    reports = merged([o.report if o.report and tells(o.report) else None for o in found], self.names())
     if raised and reports and not self.repeats(f): reports,healed = [],False
     self.reports += reports
     what,scale = self.after_look(reports, healed, lost, can, any(o.silent for o in found), bool(raised))

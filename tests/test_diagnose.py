@@ -552,7 +552,9 @@ def test_the_words_of_several_ranks_agree_with_what_is_done():
     def report(scale, promoted):
         return PrecisionReport('forward', f'{scale} fits.', producer='a', promoted=promoted, new_scale=scale)
     r, = merged([report(2., ['x']), report(0.25, ['y'])])
-    assert (r.sentence,r.new_scale,r.promoted)==('0.25 fits.', 0.25, ['x','y'])
+    assert (r.sentence,r.new_scale,r.promoted,r.remedy)==('0.25 fits.', 0.25, ['x','y'], "learn.to_fp16_dynamic(keep_fp32=['x', 'y'])")
+    r, = merged([report(2., ['x']), report(0.25, ['y'])], ['z'])
+    assert r.remedy=="learn.to_fp16_dynamic(keep_fp32=['z', 'x', 'y'])"
 
 def test_what_several_ranks_found_is_told_once():
     def report(verdict='forward', producer='a', promoted=(), scale=None, **kwargs):

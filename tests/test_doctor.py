@@ -515,6 +515,8 @@ def test_checkup():
     c = Checkup(found)
     assert [o.severity for o in c]==['error','warning','info'] and c[1].remedy=="learn.to_fp16_dynamic(keep_fp32=['a', 'b'])"
     assert "keep_fp32=['.', 'a', 'b']" in str(c) and 'a and 1 more: So so.' in str(c) and '(the model)' in str(c)
+    same = Checkup([Finding('error', 'a', 'Bad.', '{keep}', ['a']), Finding('warning', 'b', 'So so.', '{keep}', ['b','a'])])
+    assert c.remedy and not same.remedy # a single finding keeps all of them, in another order
     html = c._repr_html_()
     assert 'Good &lt;b&gt;.' in html and 'color:inherit' in html and 'rgba(' in html
     assert 'No findings' in str(Checkup()) and 'No findings' in Checkup()._repr_html_()
