@@ -141,11 +141,11 @@ class Case:
     def lowest(self) -> float:
         """The lowest useful loss scale of the batch
 
-        At this scale, most gradients of weights and of modules' outputs in half precision are still normal numbers, in at least one of the
-        calls of a module."""
+        At this scale, the largest gradients of most modules' weights and outputs in half precision are still normal numbers, in at least
+        one of the calls of a module."""
         if self.min_scale is None or not self.backward: return self.scale
         held = [s for f in self.fp32.frames if f.op is None and f.name!=loss_name for s in (*f.params,*f.outs) if self.holds(s, self.half)]
-        by_place = groupby(held, lambda s: (*s.key[:2],*s.key[3:]), lambda s: s.grad[1]/self.scale)
+        by_place = groupby(held, lambda s: (s.key[0],s.key[3]), lambda s: s.grad[1]/self.scale)
         tops = sorted(top for tops in by_place.values() if (top:=max(tops))>0)
         least = 2.**math.ceil(math.log2(torch.finfo(self.dtype).tiny/tops[len(tops)//10])) if tops else 0. # nine of ten are normal
         return min(self.scale, max(self.min_scale, least))

@@ -39,7 +39,7 @@ _severities = dict(error='broken in half precision', warning='may fail or be wro
 @dataclass
 class Finding:
     "A hazard: how bad it is, where, what, and what to do" # a check writes `{keep}` in a remedy for the call that keeps `keep` in fp32
-    severity:str # 'error': broken in half precision; 'warning': may fail or be wrong; 'speed'; 'info'
+    severity:str # 'error': broken in half precision; 'warning': may fail or be wrong; 'speed': slower than necessary; 'info': good to know
     module:str # Dotted name of the module whose code is concerned; '' is the model itself, `None` no module
     fact:str # What the doctor found, in a sentence
     remedy:str # Code to run, or how to change the model's code
@@ -57,7 +57,7 @@ class Checkup(list):
     """A list of `Finding`s, the worst first: a table in a notebook, text by `str`
 
     `report` is the `PrecisionReport` on the batch, if it ran. `remedy` is the call below the table, which keeps in fp32 whatever a finding
-    names; it is empty if there is nothing to keep, or if a single finding keeps the same."""
+    names; it is empty if there is nothing to keep, or if the remedy of one finding keeps all of it."""
     def __init__(self,
         findings=(), # `Finding`s in any order; equal ones of several modules become one
         report=None, # The `PrecisionReport` on the batch
@@ -312,7 +312,8 @@ def _losses(e):
         if p is None: continue
         in_loss,half,kind = n.module==loss_name,e.is_half(p, n),p.op.capitalize()
         if not half and not (p.module==loss_name and n.ins[0].source is p): continue # an eps is enough for fp32
-        loss = 'learn.loss_func = nn.'+dict(sigmoid='BCEWithLogitsLoss()', softmax='CrossEntropyLoss()')[p.op]
+        axis = 'axis=1' if len(p.shape)>2 else '' # of the classes
+        loss = 'learn.loss_func = '+dict(sigmoid='BCEWithLogitsLossFlat()', softmax=f'CrossEntropyLossFlat({axis})')[p.op]
         if not in_loss: fix = f"# in its code: F.log{dict(sigmoid='sigmoid', softmax='_softmax')[p.op]} instead of {p.op} and log; or\n"
         elif isinstance(e.modules.get(p.module), getattr(nn, kind)) and e.all_are(getattr(nn, kind), [p]):
             fix = f"swap_module(learn.model, nn.{kind}, nn.Identity)\n{loss}\n# or "

@@ -110,10 +110,11 @@ def examine(self:Healing,
     def tells(r): return r.verdict!='healthy' and (self.training or not r.fp32_fails)
     reports = merged([o.report if o.report and tells(o.report) else None for o in found], self.names())
     if raised and reports and not self.repeats(f): reports,healed = [],False
-    self.reports += reports
+    named = [r for r in reports if r.verdict!='scale'] # a lower scale is part of the step's record
+    self.reports += named
     what,scale = self.after_look(reports, healed, lost, can, any(o.silent for o in found), bool(raised))
     if healed: self.promote(reports)
-    self.tell([r for r in reports if r.verdict!='scale'], what)
+    self.tell(named, what)
     if what is None and making.error is None: raise RuntimeError(raised[0])
     if what is None: self.raise_first()
     making.silent,making.error = False,None

@@ -12,7 +12,7 @@ from fastai_amp16.remedy import heal
 from fastai_amp16.report import PrecisionReport
 from fastai_amp16.rerun import Batches
 from fastai_amp16.snapshot import LearnerState,ModelState
-from common import Called,Do,between,equal,learner,masked_fill,mse,small_root,state,times_and_back
+from common import Called,Do,between,equal,learner,masked_fill,mlp,mse,small_root,state,times_and_back
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
 
@@ -87,6 +87,8 @@ verdicts = dict(
                 r'not finite in fp32 either, first in 2 \(Do\).*learning rate of 0\.5'),
     singular=(mid(norm_of_zero), 'divergence', '1', None, r'backward pass is not finite in fp32 either, first in 1 \(Do\)'),
     scale=(lambda: healthy(loss_func=lambda p,t: 1e4*mse(p, t)), 'scale', None, None, r'65536 is too high .* fits'),
+    noise=(lambda: case(mlp(), x=1e3*torch.randn(8,8), loss_func=lambda p,t: 16*mse(p, t)), 'scale', None, None,
+           r'65536 is too high .* fits'), # the gradient of a bias before a norm is noise
     forward=(mid(lambda x: x*1e6, lambda x: x*1e-6), 'forward', '1', 'mul', r'`mul` in 1 \(Do\) gives numbers up to .*65504'),
     intermediate=(mid(lambda x: x*1e6/1e6), 'forward', '1', 'mul', r'`mul` in 1 \(Do\)'),
     underflow=(mid(underflow), 'forward', '1', 'div', r'`(true)?div` in 1 \(Do\)'),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest,torch
 import torch.nn.functional as F
-from fastai.basics import Adam,DataLoader,DataLoaders,Learner,OptimWrapper,QHAdam,RMSProp,set_seed
+from fastai.basics import Adam,BCEWithLogitsLossFlat,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,OptimWrapper,QHAdam,RMSProp,set_seed
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.rnn import rnn_cbs
 from fastai.callback.channelslast import ChannelsLast
@@ -38,8 +38,8 @@ def images(model, n=4, size=32, **kwargs): return learner(model, torch.randn(n, 
 def findings(learn, **kwargs): return [o for o in _examine(learn, **kwargs) if o.severity!='info']
 
 def do(code, learn):
-    exec(code, dict(learn=learn, nn=nn, torch=torch, partial=partial, swap_module=swap_module,
-                    **{o: getattr(optimizers, o) for o in optimizers.__all__}))
+    exec(code, dict(learn=learn, nn=nn, torch=torch, partial=partial, swap_module=swap_module, BCEWithLogitsLossFlat=BCEWithLogitsLossFlat,
+                    CrossEntropyLossFlat=CrossEntropyLossFlat, **{o: getattr(optimizers, o) for o in optimizers.__all__}))
 
 def remedies(finding):
     "The code of a remedy, and that of its alternatives"
@@ -223,10 +223,10 @@ def test_hazard(name):
     (bce(probabilities(nn.Sigmoid())), '1', 'swap_module',
      [dict(model=probabilities(nn.Identity()), y=torch.rand(4, 4), loss_func=nn.BCEWithLogitsLoss()),
       bce(probabilities(nn.Sigmoid(), sure=False))]),
-    (bce(probabilities(Code(lambda s,x: x.sigmoid().clamp(1e-4, 1-1e-4)))), '1', 'nn.BCEWithLogitsLoss',
+    (bce(probabilities(Code(lambda s,x: x.sigmoid().clamp(1e-4, 1-1e-4)))), '1', 'BCEWithLogitsLossFlat',
      [bce(probabilities(Code(lambda s,x: x.float().sigmoid()))),
       bce(probabilities(Code(lambda s,x: x.sigmoid().clamp(1e-4, 1-1e-4)), sure=False))]),
-    (dict(model=probabilities(nn.Softmax(-1)), loss_func=nll), '1', 'nn.CrossEntropyLoss',
+    (dict(model=probabilities(nn.Softmax(-1)), loss_func=nll), '1', 'CrossEntropyLossFlat',
      [dict(model=probabilities(nn.LogSoftmax(-1)), loss_func=nn.NLLLoss()),
       dict(model=probabilities(nn.Softmax(-1), sure=False), loss_func=nll)])],
     ids=['module', 'code', 'softmax'])
@@ -239,10 +239,23 @@ def test_loss(hazard, module, remedy, twins):
         assert not findings(learn) or (i==0 and 'and no' in code)
     for twin in twins: assert is_harmless(learner(**twin))
 
+@pytest.mark.parametrize('hazard', [bce(probabilities(nn.Sigmoid())), dict(model=probabilities(nn.Softmax(-1)), loss_func=nll),
+    dict(model=lambda: nn.Sequential(nn.Unflatten(1, (2,2,2)), nn.Conv2d(2, 4, 1), Code(lambda s,x: 12*x), nn.Softmax(1)),
+         y=torch.arange(16).view(4,2,2)%4, loss_func=nll)], ids=['sigmoid','softmax','pixels'])
+def test_predictions_are_probabilities_after_the_remedy_as_well(hazard):
+    learn = learner(**hazard)
+    code,*_ = remedies(findings(learn)[0])
+    with learn.no_bar():
+        before,loss = learn.get_preds()[0],learn.validate()[0]
+        do(code, learn)
+        assert learn.loss_func.__class__.__name__.endswith('Flat') and not torch.equal(learn.model(learn.dls.valid.one_batch()[0]), before)
+        torch.testing.assert_close(learn.get_preds()[0], before)
+        assert learn.validate()[0]==pytest.approx(loss, rel=1e-3)
+
 def test_what_is_good_to_know_of_a_loss():
     "Without the numbers that make it a hazard, it has a remedy all the same"
     info, = [o for o in learner(**bce(probabilities(nn.Sigmoid(), sure=False))).fp16_doctor() if 'sigmoid' in o.fact]
-    assert info.severity=='info' and info.remedy.endswith('nn.BCEWithLogitsLoss()') and 'keep_fp32' not in info.remedy
+    assert info.severity=='info' and info.remedy.endswith('BCEWithLogitsLossFlat()') and 'keep_fp32' not in info.remedy
 
 def test_a_sigmoid_in_the_loss_computes_in_fp32():
     def infos(loss_func):

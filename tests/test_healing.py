@@ -86,7 +86,7 @@ def test_the_smallest_set_named_in_one_line(name):
         assert sound(first.promoted) and not any(sound([p for p in first.promoted if p!=q]) for q in first.promoted)
     again = s.make(0).to_fp16_dynamic(keep_fp32=eval(line))
     hostile.fit(again, 1, s.lr)
-    assert again.mixed_precision.promoted==[] and {r.verdict for r in again.mixed_precision.reports}<={'scale'} and all_taken(again)
+    assert again.mixed_precision.promoted==[] and again.mixed_precision.reports==[] and all_taken(again)
 
 @quiet
 @pytest.mark.parametrize('share', [0.1,0.5])
@@ -224,7 +224,7 @@ def test_one_loud_batch_in_ten_is_learned_from():
         def before_backward(self):
             if self.train_iter%10==5: self.learn.loss_grad = self.learn.loss_grad*1e7
     mp = ends_like_fp32(lambda: learner(n=1600, cbs=Loud()), [], 1, growth_interval=10**6).mixed_precision
-    assert set(mp.history.index[mp.history.reruns>0]%10)=={5} and {r.verdict for r in mp.reports}<={'scale'}
+    assert set(mp.history.index[mp.history.reruns>0]%10)=={5} and mp.reports==[]
 
 def test_a_scale_that_looks_for_its_limit():
     "It grows until it overflows, and again: business as usual, however often"
