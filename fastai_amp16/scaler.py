@@ -26,7 +26,7 @@ class DynamicScaler(GradScaler):
     https://github.com/pytorch/pytorch/issues/99640; `hysteresis` as in Megatron-LM."""
     def __init__(self,
         device:str='cuda', # Device type of the loss, as in `torch.amp.GradScaler`
-        init_scale:float=2.**16, # Loss scale of the first step; use a power of two, which rounds nothing
+        init_scale:float=2.**16, # Loss scale of the first step, within the bounds; use a power of two, which rounds nothing
         growth_factor:float=2., # Multiply the scale by this after `growth_interval` steps in a row without overflow
         backoff_factor:float=.5, # Multiply the scale by this at an overflow (in a fit, the batch runs again and finds its scale by search)
         growth_interval:int=500, # Number of steps in a row without overflow before the scale grows

@@ -6,10 +6,11 @@ from pathlib import Path
 import pandas as pd
 import pytest,torch
 import torch.nn.functional as F
-from fastai.basics import Adam,BCEWithLogitsLossFlat,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,OptimWrapper,QHAdam,RMSProp,set_seed
+from fastai.basics import Adam,DataLoader,DataLoaders,Learner,OptimWrapper,QHAdam,RMSProp,set_seed
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.rnn import rnn_cbs
 from fastai.callback.channelslast import ChannelsLast
+from fastai.losses import BCEWithLogitsLossFlat,CrossEntropyLossFlat
 from fastai.tabular.all import Categorify,Normalize,TabularDataLoaders,tabular_learner
 from fastai.text.all import AWD_LSTM,get_text_classifier
 from fastai.vision.models.xresnet import xresnet18

@@ -43,11 +43,12 @@ def _shown(
     return '```text\n'+'\n'.join(map(_wrapped, lines))+'\n```'
 
 gpu_results,gpu_mark = root/'benchmarks'/'gpu.json','<!-- what benchmarks/gpu.py found -->'
+no_gpu = '*Not run on a GPU yet: all results here come from CPUs.*'
 
 def on_gpu() -> str:
     "What `benchmarks/gpu.py` has found, as Markdown for `nbs/index.ipynb`, or how to find it out"
     if not gpu_results.exists():
-        return "It has not been measured on a GPU yet: `uv run python benchmarks/gpu.py` does that, and its results will appear here."
+        return "Not measured on a GPU yet: in a clone, `uv run python benchmarks/gpu.py` does that."
     res = json.loads(gpu_results.read_text())
     def show(r, k, spec): return '–' if r.get(k) is None else format(r[k], spec)
     specs = dict(samples_per_second='.0f', over_to_fp16='.2f', peak_over_to_fp16='.2f', syncs_per_step='.1f')
@@ -59,6 +60,8 @@ def on_gpu() -> str:
 `to_fp16_dynamic` on a GPU ({res['machine']}; one of the synchronizations is that of fastai's `Recorder`), and all that were compared:
 
 ![Throughput beside fastai, Lightning and Accelerate](../benchmarks/{gpu_results.with_suffix('.png').name})"""
+
+def with_gpu(text): return (text.replace(f'{no_gpu}\n\n', '') if gpu_results.exists() else text).replace(gpu_mark, on_gpu())
 
 def blocks(
     nb:Path, # A notebook
@@ -72,7 +75,7 @@ def blocks(
     for cell in read_nb(nb).cells:
         if cell.cell_type=='markdown':
             heading = ([heading]+re.findall(r'^#+ (.*)', cell.source, re.M))[-1]
-            yield text(cell.source.replace(gpu_mark, on_gpu()))
+            yield text(with_gpu(cell.source))
         elif cell.cell_type=='code' and not {'hide','default_exp'} & set(directives(cell)):
             if 'export' in directives(cell): yield from exported(cell)
             else:
