@@ -198,6 +198,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastai_amp16.diagnose._bad_weights': ('diagnose.html#_bad_weights', 'fastai_amp16/diagnose.py'),
                                        'fastai_amp16.diagnose._diverged': ('diagnose.html#_diverged', 'fastai_amp16/diagnose.py'),
                                        'fastai_amp16.diagnose._explained': ('diagnose.html#_explained', 'fastai_amp16/diagnose.py'),
+                                       'fastai_amp16.diagnose._goes_in': ('diagnose.html#_goes_in', 'fastai_amp16/diagnose.py'),
                                        'fastai_amp16.diagnose._judged': ('diagnose.html#_judged', 'fastai_amp16/diagnose.py'),
                                        'fastai_amp16.diagnose._line': ('diagnose.html#_line', 'fastai_amp16/diagnose.py'),
                                        'fastai_amp16.diagnose._note_frame': ('diagnose.html#_note_frame', 'fastai_amp16/diagnose.py'),

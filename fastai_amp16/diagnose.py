@@ -106,6 +106,12 @@ def _any_predictions(case):
     losses = [o for o in losses if isinstance(o, Tensor)]
     return bool(losses) and not any(o.isfinite().all() for o in losses)
 
+def _goes_in(case, frame):
+    "The largest absolute number that goes into the call `frame`, weights included; infinite if one is not finite"
+    params = () if frame.name==loss_name else case.model.get_submodule(frame.name).parameters()
+    weights = [(0,p.detach().abs().max().item()) for p in params if p.numel()]
+    return max((math.inf if bad else top for bad,top,*_ in (*weights, *(s.value for s in frame.ins if s.value))), default=0)
+
 def _diverged(case):
     run,lr = case.fp32,case.learn.opt.hypers[-1]['lr'] if case.learn.opt is not None else None
     outs = [(f,s) for f,where,s in run.events if where=='out' and is_bad(s.value, None) and not any(is_bad(o.value, None) for o in f.ins)]
@@ -120,6 +126,11 @@ def _diverged(case):
         "The loss function gives NaN or infinity whatever the predictions are, also in fp32: the fault is in it or in the targets.",
         "call the loss function with random predictions and the targets of this batch to find the fault")
     where = _where(case, name if name is not None else loss_name)
+    if phase!='backward' and (top := _goes_in(case, frame))<_exploded: return PrecisionReport('divergence',
+        f"The batch is not finite in fp32 either, first in {f'`{frame.op}` in ' if frame.op else ''}{where}, although no number that goes "
+        f"in exceeds {top:.3g}: a division by 0, a root or logarithm of a number that has none, or an exp of a large one.",
+        "keep the argument of a division, sqrt, log or exp in its range (add a small eps, or clamp it), or lower the learning rate",
+        name, frame.op)
     if phase!='backward': return PrecisionReport('divergence',
         f"The batch is not finite in fp32 either, first in {where}: training diverges{rate}, in any precision.",
         "use a lower learning rate, warmup, GradientNormClip, or normalization; the weights are those of the last good step", name)

@@ -56,8 +56,8 @@ class Finding:
 class Checkup(list):
     """A list of `Finding`s, the worst first: a table in a notebook, text by `str`
 
-    `report` is the `PrecisionReport` on the batch, if it ran. `remedy` is the call below the table, which keeps in fp32 whatever a finding
-    names; it is empty if there is nothing to keep, or if the remedy of one finding keeps all of it."""
+    `report` is the `PrecisionReport` on the batch, if it ran. `remedy` is one call that keeps in fp32 whatever the findings name, shown
+    below the table; it is empty if there is nothing to keep, or if the remedy of one finding keeps all of it."""
     def __init__(self,
         findings=(), # `Finding`s in any order; equal ones of several modules become one
         report=None, # The `PrecisionReport` on the batch

@@ -240,7 +240,8 @@ def add_cb(self:Learner,
     if _is_mixed(cb):
         old = [o for o in self.cbs if o is not cb and (ours and _is_mixed(o) or isinstance(o, DynamicMixedPrecision))]
         self.remove_cbs(old)
-        if any(_called(o)!=_called(cb) for o in old): print(f"{_called(cb)} replaces {' and '.join(map(_called, old))}.")
+        said = f"{_called(cb)} replaces {' and '.join(map(_called, old))}."
+        if any(_called(o)!=_called(cb) for o in old) and not looking(self): print(said)
     if ours: _save_more(type(self))
     return _add_cb(self, cb)
 
@@ -318,9 +319,10 @@ def training_case(
         raise TypeError(f"b must be a batch of inputs and targets, such as learn.dls.one_batch(), and is {what}.")
     device = getattr(dl, 'device', None) or next(learn.model.parameters()).device
     if next(learn.model.parameters()).device!=torch.device(device): learn.model.to(device)
+    kind = getattr(vars(learn).get('mixed_precision'), 'amp_mode', 'fp16') # fastai's may be bf16
     with unchanged(learn, dl):
         learn._looks = True
-        mp,entry = running(learn) or _use(learn, DynamicMixedPrecision()).mixed_precision,vars(learn).get('_entry') or Entry()
+        mp,entry = running(learn) or _use(learn, DynamicMixedPrecision(kind)).mixed_precision,vars(learn).get('_entry') or Entry()
         stood,fresh = entry.model is not None,b is not None or not learn._fitting or not hasattr(learn, 'xb')
         if fresh: # else the current batch
             learn._split(to_device(b if b is not None else dl.one_batch() if hasattr(dl, 'one_batch') else first(dl), device))

@@ -133,6 +133,20 @@ Train, perhaps
 | <code>bound</code> | `float` | <code>math.inf</code> | Highest |
 | *returns* | `bool` |  | Does it train? |"""
 
+def untyped(
+    x, # A number
+    how=(1,2) # In which way
+): # As `x`
+    def inner(
+        y
+    ): # Something else
+        return y
+    return inner(x)
+
+def test_what_is_returned_needs_no_type():
+    assert '| *returns* | As `x` |' in signatures.signature('untyped', untyped).replace('|  |  |', '|')
+    assert signatures.parameters(lambda x: x)['return']['meaning']==''
+
 listed,methods = {n for n,_ in public()},{n for n,_ in functions() if '.' in n}
 
 @pytest.mark.parametrize('name,o', [*public()], ids=named)

@@ -292,6 +292,13 @@ def test_asking_in_a_fit_changes_nothing(kind, event):
     before = random.getstate(),torch.get_rng_state()
     assert b.diagnose_fp16().verdict=='healthy' and before[0]==random.getstate() and torch.equal(before[1], torch.get_rng_state())
 
+@pytest.mark.parametrize('to,kind', [('to_fp16','float16'), ('to_bf16','bfloat16'), ('to_bf16_dynamic','bfloat16'), ('to_fp32','float16')])
+def test_a_report_is_about_the_half_precision_in_use(to, kind, capsys):
+    learn = getattr(learner(), to)()
+    before = list(learn.cbs)
+    assert f'finite in {kind} at' in learn.diagnose_fp16().sentence
+    assert list(learn.cbs)==before and not capsys.readouterr().out
+
 @pytest.mark.parametrize('event', ['before_fit','before_epoch','before_train','before_batch','after_batch','after_epoch'])
 def test_a_report_can_be_asked_for_in_any_event(event):
     asks = Callback()

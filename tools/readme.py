@@ -48,7 +48,7 @@ no_gpu = '*Not run on a GPU yet: all results here come from CPUs.*'
 def on_gpu() -> str:
     "What `benchmarks/gpu.py` has found, as Markdown for `nbs/index.ipynb`, or how to find it out"
     if not gpu_results.exists():
-        return "Not measured on a GPU yet: in a clone, `uv run python benchmarks/gpu.py` does that."
+        return "Not measured on a GPU yet. ([script](../benchmarks/gpu.py))"
     res = json.loads(gpu_results.read_text())
     def show(r, k, spec): return '–' if r.get(k) is None else format(r[k], spec)
     specs = dict(samples_per_second='.0f', over_to_fp16='.2f', peak_over_to_fp16='.2f', syncs_per_step='.1f')

@@ -4,7 +4,7 @@ from dataclasses import MISSING,fields,is_dataclass
 from enum import Enum
 from functools import partial
 from html import escape
-from textwrap import fill
+from textwrap import dedent,fill
 from types import NoneType,UnionType
 from typing import Union,get_args,get_origin
 from fastcore.docments import docments
@@ -37,6 +37,11 @@ def _made(o):
     made = {f.name: f.default_factory for f in (fields(o) if is_dataclass(o) else ())}
     return {k: default(f()) if f in (list,dict,set,tuple) else '…' for k,f in made.items() if f is not MISSING}
 
+def _returned(o):
+    "The comment on what the function `o` returns, where it has no annotation, beside which `docments` finds it"
+    text = dedent(inspect.getsource(o)) if inspect.isfunction(o) else ''
+    return (re.match(r'(?:@.*\n)*def .*\(\n(?: +.*\n)*?\): *# *(.*)', text) or ['',''])[1]
+
 def parameters(o) -> dict:
     "What `o` takes, by name: `kind`, `types`, `default` (`None` if it must be given) and `meaning`; also what it returns, as `return`"
     made,res = _made(o),{}
@@ -45,6 +50,7 @@ def parameters(o) -> dict:
         found = [] if has_none and p.anno is NoneType else types(p.anno)
         value = None if p.get('default', empty) is empty else made.get(k) or default(p.default)
         res[k] = dict(kind=p.get('kind'), types=found, default=value, meaning=' '.join((p.docment or '').split()))
+    if 'return' in res: res['return']['meaning'] = res['return']['meaning'] or _returned(o)
     is_opaque = {*res}-{'self','return'}<={'args','kwargs','kwds'} # as in a class without `__init__`
     is_bound = isinstance(o, type) or '.' in o.__qualname__
     left_out = {*(['self','cls'] if is_bound else []),
