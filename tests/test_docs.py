@@ -145,7 +145,7 @@ def untyped(
     return inner(x)
 
 def test_what_is_returned_needs_no_type():
-    assert '| *returns* |  | As `x` |' in signatures.signature('untyped', untyped)
+    assert '| *returns* |  |  | As `x` |' in signatures.signature('untyped', untyped)
     assert signatures.parameters(lambda x: x)['return']['meaning']==''
 
 listed,methods = {n for n,_ in public()},{n for n,_ in functions() if '.' in n}
