@@ -407,7 +407,8 @@ class PrecisionPlan:
         model = self.model
         own_code = [o for o in which if isinstance(o, str) and o.endswith('.')]
         self.kept = find_modules(model, [o for o in which if o not in own_code])
-        self.own_code = find_modules(model, [o[:-1] for o in own_code])
+        # here `*` stands for one part of a name: what is inside a module has its own code
+        self.own_code = {n: m for o in own_code for n,m in find_modules(model, o[:-1]).items() if n.count('.')==o.count('.')-1}
         # oneDNN has no fp16 kernels for recurrent layers, and bf16 ones for some CPUs only: without this they raise
         if self.device_type=='cpu' and not (self.dtype==torch.bfloat16 and _knows_bf16()):
             self.kept.update((n,m) for n,m in model.named_modules() if isinstance(m, nn.RNNBase))

@@ -105,7 +105,7 @@ def _next_scale(self:DynamicScaler, overflow):
 @patch
 def update(self:DynamicScaler,
     new_scale:float|torch.Tensor|None=None, # Set the scale to this, within the bounds
-    found_inf:bool|None=None # Did the gradients overflow? `None` reads what `unscale_` found, which waits for the device
+    found_inf:bool|None=None # Did the gradients overflow? `None` uses what `step` or `unscale_` found, and waits for the device
 ):
     "End a step: choose the scale of the next one. Raises `RuntimeError` if there was no step and you pass neither argument"
     if not self._enabled: return
@@ -133,7 +133,7 @@ def state_dict(self:DynamicScaler) -> dict:
 def load_state_dict(self:DynamicScaler,
     state_dict:dict # From this class or from `torch.amp.GradScaler`
 ):
-    "Continue from `state_dict`, within this scaler's own bounds; does nothing if the scaler is static or disabled"
+    "Continue from `state_dict`, with its growth interval and factors, within this scaler's own bounds; ignored if static or disabled"
     if not (self._enabled and self.dynamic): return
     super(DynamicScaler, self).load_state_dict(state_dict)
     self._tolerance = min(state_dict.get('_tolerance', self.hysteresis), self.hysteresis)

@@ -133,8 +133,7 @@ Train, perhaps
 | <code>bound</code> | `float` | <code>math.inf</code> | Highest |
 | *returns* | `bool` |  | Does it train? |"""
 
-def untyped(
-    x, # A number
+def untyped(x, # A number
     how=(1,2) # In which way
 ): # As `x`
     "Return `x`"

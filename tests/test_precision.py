@@ -564,6 +564,20 @@ def test_own_code_in_fp32_and_children_in_half(dtype):
     with half_forward(model, dtype, ['.','mid','out.']): model(x)
     assert model.mid[1].seen==[torch.float32] and model.seen[-1]==torch.float32 # a child that is kept, and a layer without children
 
+def test_own_code_of_all_blocks_leaves_their_layers_in_half():
+    "`*` in the name of own code does not match what is inside the blocks"
+    net,x = nn.ModuleDict({'blocks': nn.Sequential(SE(), SE())}),torch.randn(3,8)
+    def dtypes(keep):
+        seen = {}
+        hooks = [m.register_forward_hook(lambda m,i,o,n=n: seen.update({n: o.dtype})) for n,m in net.named_modules() if n]
+        with half_forward(net, keep_fp32=keep): net['blocks'](x)
+        for h in hooks: h.remove()
+        return seen
+    each = dtypes(['blocks.0.','blocks.1.'])
+    assert dtypes('blocks.*.')==each and each['blocks.0']==torch.float32
+    plan = PrecisionPlan(net, keep_fp32='blocks.*.')
+    assert list(plan.own_code)==['blocks.0','blocks.1'] and not plan.kept
+
 def test_own_code_elsewhere_is_as_ever():
     "In fp32 while a graph lives, and after an exception"
     model,x = Own(),torch.randn(4,8)

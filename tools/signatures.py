@@ -40,7 +40,7 @@ def _made(o):
 def _returned(o):
     "The comment on what the function `o` returns, where it has no annotation, beside which `docments` finds it"
     text = dedent(inspect.getsource(o)) if inspect.isfunction(o) else ''
-    return (re.match(r'(?:@.*\n)*def .*\(\n(?: +.*\n)*?\): *# *(.*)', text) or ['',''])[1]
+    return (re.match(r'(?:@.*\n)*def .*\n(?: .*\n)*\): *# *(.*)', text) or ['',''])[1]
 
 def parameters(o) -> dict:
     "What `o` takes, by name: `kind`, `types`, `default` (`None` if it must be given) and `meaning`; also what it returns, as `return`"
