@@ -319,7 +319,8 @@ def training_case(
         raise TypeError(f"b must be a batch of inputs and targets, such as learn.dls.one_batch(), and is {what}.")
     device = getattr(dl, 'device', None) or next(learn.model.parameters()).device
     if next(learn.model.parameters()).device!=torch.device(device): learn.model.to(device)
-    kind = getattr(vars(learn).get('mixed_precision'), 'amp_mode', 'fp16') # fastai's may be bf16
+    mode = getattr(vars(learn).get('mixed_precision'), 'amp_mode', None) # of fastai's mixed precision, or of another library's
+    kind = 'bf16' if getattr(mode, 'value', None)=='bf16' else 'fp16'
     with unchanged(learn, dl):
         learn._looks = True
         mp,entry = running(learn) or _use(learn, DynamicMixedPrecision(kind)).mixed_precision,vars(learn).get('_entry') or Entry()
