@@ -37,7 +37,7 @@ def register_norm(
 
 # %% ../nbs/02_precision.ipynb #6af3aab9
 def half_forward(
-    model:nn.Module, # The model, its parameters in fp32
+    model:nn.Module, # The model, wrapped (DDP, `torch.compile`) or not, its parameters in fp32
     dtype:torch.dtype=torch.float16, # `torch.float16` or `torch.bfloat16`
     keep_fp32:list|str|type|nn.Module|Callable=None # What else to keep in fp32: a name, class, module or function, or a list of these
 ):
@@ -407,8 +407,9 @@ class PrecisionPlan:
         model = self.model
         own_code = [o for o in which if isinstance(o, str) and o.endswith('.')]
         self.kept = find_modules(model, [o for o in which if o not in own_code])
-        # here `*` stands for one part of a name: what is inside a module has its own code
-        self.own_code = {n: m for o in own_code for n,m in find_modules(model, o[:-1]).items() if n.count('.')==o.count('.')-1}
+        def outermost(found): return {n: m for n,m in found.items() if not any(n[:i] in found for i,c in enumerate(n) if c=='.')}
+        # `*` also matches what is inside a module that it matches: that has its own code
+        self.own_code = {n: m for o in own_code for n,m in outermost(find_modules(model, o[:-1])).items()}
         # oneDNN has no fp16 kernels for recurrent layers, and bf16 ones for some CPUs only: without this they raise
         if self.device_type=='cpu' and not (self.dtype==torch.bfloat16 and _knows_bf16()):
             self.kept.update((n,m) for n,m in model.named_modules() if isinstance(m, nn.RNNBase))

@@ -577,6 +577,8 @@ def test_own_code_of_all_blocks_leaves_their_layers_in_half():
     assert dtypes('blocks.*.')==each and each['blocks.0']==torch.float32
     plan = PrecisionPlan(net, keep_fp32='blocks.*.')
     assert list(plan.own_code)==['blocks.0','blocks.1'] and not plan.kept
+    deep = nn.ModuleDict({'attn': SE(), 'stage': nn.ModuleDict({'attn': SE(), 'more': nn.ModuleDict({'attn': SE()})})})
+    assert list(PrecisionPlan(deep, keep_fp32='*attn.').own_code)==['attn','stage.attn','stage.more.attn']
 
 def test_own_code_elsewhere_is_as_ever():
     "In fp32 while a graph lives, and after an exception"
