@@ -156,7 +156,7 @@ events = {
     'weights that a callback edits in a fit stay edited': edit,
     'weights that `learn.load` loads in a fit stay loaded': load,
     "fastai's `GradientClip` clips": clip,
-    'after `to_fp16` is called twice, a fit learns': twice,
+    'after the method is called twice, a fit learns': twice,
     'after a callback calls `learn.validate()`, the fit learns': validate,
     'a checkpoint made in a fit holds fp32 weights': mid_fit_checkpoint,
     'a fit resumed in a new learner ends bit for bit the same': resume}

@@ -105,6 +105,15 @@ def is_judged(self:Attempts,
     return making.done or making.passes is not None or making.batches.entry.passes in (passes, making.began if waits else passes)
 
 @patch
+def notice_bare_step(self:Attempts):
+    "Warn if weights changed in a training batch without fastai's events, and take that as its step"
+    making = self.making
+    if making is None or making.done or making.summed or not making.batches.has_changed(): return
+    making.done = True
+    self.say_once("Your training step changed weights without fastai's events, so its loss was not scaled, and an overflow goes unnoticed. "
+                  'Call `self._do_grad_opt()`, or `learn._do_grad_opt()` in a callback, in place of `loss.backward()` and `opt.step()`.')
+
+@patch
 def passes_on(self:Attempts,
     e:Exception, # fastai's exception to cancel a batch, an epoch or a fit, raised by a callback
     passes:int, # Number of forward passes before this attempt
@@ -115,6 +124,7 @@ def passes_on(self:Attempts,
     is_batch,summed = isinstance(e, CancelBatchException),self.making and self.making.summed
     if not self.is_judged(passes, is_batch and summed) and not self.judge_results(before): return False
     if not is_batch: return True
+    self.notice_bare_step()
     if self.step_norm is None and not summed: self.making = None # no gradients, and no step that was about to be taken
     if self.making: self.making.batches.wait()
     return True

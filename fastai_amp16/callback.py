@@ -212,11 +212,19 @@ def before_backward(self:DynamicMixedPrecision):
     if not attempt.backward or attempt.brief and not self.loss.isfinite().all(): raise Left
     if self.ranks.size>1 and self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)): # that all may end together
         self.learn.loss = torch.full_like(self.loss, self.ranks.read([self.loss.mean()])[0]/self.ranks.size)
-    if not self.around_backward: self.scale_loss()
+    if self.around_backward: return
+    making = self.making
+    self.scale_loss()
+    making.through = making.loss is None or not making.loss.requires_grad
+    if not making.through: self.loss_grad.register_hook(lambda g: setattr(making, 'through', True))
 
 @patch
 def after_backward(self:DynamicMixedPrecision):
-    if not self.around_backward: self.unscale_loss()
+    if self.around_backward: return
+    if not self.making.through:
+        self.say_once('The backward pass of your training step did not start from `self.loss_grad`, so its gradients are divided by a loss '
+                      'scale that they were not multiplied by. Call `self.loss_grad.backward()`, not `self.loss.backward()`.')
+    self.unscale_loss()
 
 @patch
 def scale_loss(self:DynamicMixedPrecision):
@@ -345,10 +353,11 @@ def _end_if_lost(self:DynamicMixedPrecision, record):
         at = f"step {done} of {batches}" if done==batch else f"step {done} (batch {batch} of {batches})"
         last = f"last {n} batches" if n>1 else "last batch"
         if self.making.failed: why = f"the {last} overflowed in {kind}, and the diagnosis failed."
-        elif record.lost or record.in_fp32: why = f"neither {kind} nor fp32 could use the {last}."
+        elif record.lost or record.in_fp32:
+            why = f"neither {kind} nor fp32 could use the {last}."
+            if self.reports: why += f" {self.reports[-1].sentence}"
         elif record.static: why = f"the gradients of the {last} overflowed at the static loss scale {self.scaler.get_scale():g}."
         else: why = f"the {last} overflowed in {kind} and could not run again."
-        if self.reports: why += f" {self.reports[-1].sentence}"
         weights = f"The weights are those after step {done-n}, before {'these batches' if n>1 else 'this batch'}."
         warn(f"Training stopped at {at}: {why} {weights} To stop later, pass a larger `patience`.")
     raise CancelFitException()
@@ -396,9 +405,11 @@ def begin_second(self:DynamicMixedPrecision):
 @patch
 def end_batch(self:DynamicMixedPrecision):
     "Forget the step if it is done; the next batch begins another"
-    if self.making is None: return
-    self.making.batches.entry.at_next = None
-    if self.making.done or self.making.second: self.making = self.scaler.batches = None
+    making = self.making
+    if making is None: return
+    making.batches.entry.at_next = None
+    if self.learn is not None and self.training: self.notice_bare_step()
+    if making.done or making.second: self.making = self.scaler.batches = None
 
 @patch
 def after_batch(self:DynamicMixedPrecision):

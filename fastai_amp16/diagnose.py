@@ -67,8 +67,9 @@ def _bad_weights(case):
     "A report on weights and buffers that are not finite, or `None`; an infinity in what is not trained may be intended"
     named = [(n,t.isfinite() if t.requires_grad else ~t.isnan()) for n,t in (*case.model.named_parameters(), *case.model.named_buffers())]
     bad = {n: f'{n} ({c} of {ok.numel()} numbers)' for n,ok in named if (c:=int((~ok).sum()))}
-    if bad: return PrecisionReport('weights', f"Weights or buffers are not finite to begin with: {listed([*bad.values()])}.",
-        "load an earlier checkpoint; no precision can repair them", first(bad).rpartition('.')[0])
+    remedy = 'load an earlier checkpoint, or reset them if they are running statistics; no precision can repair them'
+    if bad: return PrecisionReport('weights', f"Weights or buffers are not finite to begin with: {listed([*bad.values()])}.", remedy,
+                                   first(bad).rpartition('.')[0])
 
 # %% ../nbs/14_diagnose.ipynb #4f182da2
 def _bad_data(case):
@@ -165,7 +166,7 @@ def _said(case, phase, frame, half, scale):
     raised = open_ and open_.name==frame.name and (frame.op is None or open_.call==frame.call)
     if raised and phase!='backward': return f"{what}{where} raises in {kind}: {_line(half.error)}."
     if phase=='backward':
-        low = 'not even ' if scale<case.scale or scale<=case.lowest else ''
+        low = 'not even ' if scale<case.scale or case.min_scale is not None and scale<=case.lowest else ''
         for whose,way in (('','out'),('the weights of ','param')):
             if (grad:=top_of(way, 'grad')/case.scale)*scale>top:
                 return f"Gradients of {whose}{what}{where} reach {grad:.3g}: {kind} cannot hold them, {low}at the loss scale {scale:g}."
@@ -216,7 +217,8 @@ def _explained(case, why, plain):
 # %% ../nbs/14_diagnose.ipynb #f52a50a2
 def diagnose(
     case:Case, # The batch to diagnose
-    note=noop # Called with each operation of the run in fp32: its frame, arguments and result
+    note=noop, # Called with each operation of the run in fp32: its frame, arguments and result
+    all_buffers:bool=False # Also report NaN in buffers that a training batch does not use, such as running statistics?
 ) -> PrecisionReport: # With `promoted`, what has to stay in fp32, and `new_scale`, a loss scale that fits
     """Find out why the batch of `case` is not finite in half precision, or how much room it has
 
@@ -226,7 +228,9 @@ def diagnose(
     the batch raises in fp32."""
     case.fp32 = case.run_fp32(shares=True, note=note)
     if case.fp32.error is not None: raise case.fp32.error
-    if case.fp32.finite: report = _judged(case)
+    if case.fp32.finite:
+        report = _judged(case)
+        if all_buffers and report.verdict=='healthy': report = _bad_weights(case) or report
     else: report = _bad_weights(case) or _bad_data(case) or _diverged(case)
     report.scale,report.dtype = case.scale,case.dtype
     report.table = _table(case)

@@ -35,6 +35,7 @@ class Making:
     silent:bool = False # Are the predictions wrong although everything is finite?
     loss:object = None # The loss itself, while `learn.loss_grad` is multiplied by the loss scale
     summed:bool = False # Has a backward pass run?
+    through:bool = True # Did a backward pass of the learner's own start from `loss_grad`?
     done:bool = False # Was the step taken, skipped or cancelled?
     second:bool = False # Is this the second step of the same batch?
 

@@ -52,7 +52,7 @@ def diagnose_fp16(self:Learner,
 
     Raises what the batch raises in fp32, and `ValueError` for a model without parameters or with half-precision ones."""
     if looking(self): return # a callback that asks for a report within one
-    with training_case(self, b) as case: return diagnose(case)
+    with training_case(self, b) as case: return diagnose(case, all_buffers=True)
 
 # %% ../nbs/19_learner.ipynb #1bf1cb2e
 Learner._fitting = False # is a fit running?

@@ -320,8 +320,12 @@ class Batches:
     def can_run_again(self) -> bool:
         "Can everything that changed since the start of the step be restored?"
         if not self.in_memory or self.model_state.is_stuck(self.noted) or any(map(self.learner_state.is_stuck, self.batches)): return False
+        return not self.has_changed()
+
+    def has_changed(self) -> bool:
+        "Has a weight changed since the start of the step, also by a write to `p.data`? Waits for the GPU, unlike `has_written`"
         (*marks,few),(*before,copy) = self.model_state.weights(),self.weights
-        return marks==before and all(map(torch.equal, few, copy))
+        return marks!=before or not all(map(torch.equal, few, copy))
 
     def put_back(self):
         "Restore the modules to the start of the step, and drop the gradients"

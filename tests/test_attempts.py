@@ -688,3 +688,87 @@ def test_a_loss_function_is_itself_in_all_runs(loss):
         learn.__class__,learn.loss_func = Own,Several({'ce': nn.CrossEntropyLoss()})
         return fit(to(learn), 1)
     same_training(run(fp32), run(hot))
+
+# --- training steps that leave out fastai's events
+
+class OwnEnd(Learner):
+    "Computes the loss as fastai does, and ends the batch in a way of its own"
+    def _do_one_batch(self):
+        self.pred = self.model(*self.xb)
+        self('after_pred')
+        self.loss_grad = self.loss_func(self.pred, *self.yb)
+        self.loss = self.loss_grad.clone()
+        self('after_loss')
+        if self.training:
+            self.end(self)
+            self.opt.zero_grad()
+
+def bare(learn):
+    learn.loss.backward()
+    learn.opt.step()
+def below(learn):
+    learn._backward()
+    learn._step()
+def no_step_event(learn):
+    learn('before_backward')
+    learn.loss_grad.backward()
+    learn('after_backward')
+    learn.opt.step()
+def backward_of(name):
+    def f(learn):
+        learn('before_backward')
+        getattr(learn, name).backward()
+        learn('after_backward')
+        learn._with_events(learn.opt.step, 'step', CancelStepException)
+    return f
+def only_step_events(learn):
+    learn.loss_grad.backward()
+    learn._with_events(learn.opt.step, 'step', CancelStepException)
+class Trains(Callback):
+    def after_loss(self):
+        if not self.training: return
+        bare(self.learn)
+        self.opt.zero_grad()
+        raise CancelBatchException()
+
+def own_end(end, to, cbs=()):
+    set_seed(2)
+    learn = classifier(lambda: net(Plain), fp32, cbs)
+    learn.__class__,learn.end = OwnEnd,end
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        fit(to(learn), 1)
+    return learn,[str(o.message) for o in told if 'our training step' in str(o.message)]
+
+@pytest.mark.parametrize('end,cbs,told', [
+    (bare,(),'_do_grad_opt'), (below,(),'_do_grad_opt'), (no_step_event,(),'_do_grad_opt'), (None,(Trains,),'_do_grad_opt'),
+    (backward_of('loss'),(),'self.loss_grad.backward()')])
+def test_a_step_without_fastais_events_is_named(end, cbs, told):
+    "Once, and what it accumulates is not kept"
+    learn,found = own_end(end, fp16, [cb() for cb in cbs])
+    assert len(found)==1 and told in found[0]
+    assert learn.mixed_precision.making is None
+
+@pytest.mark.parametrize('end', [lambda learn: learn._do_grad_opt(), backward_of('loss_grad'), only_step_events])
+def test_a_step_of_ones_own_with_events_is_as_good_as_fastais(end):
+    (a,_),(b,found) = own_end(end, fp32),own_end(end, fp16)
+    assert not found
+    same_training(a, b)
+
+@pytest.mark.parametrize('cbs', [[], [partial(GradientAccumulation, 64)]])
+def test_weights_that_a_callback_edits_are_no_step(cbs):
+    class Clamps(Callback):
+        def after_batch(self):
+            for p in self.learn.model.parameters(): p.data.clamp_(-1, 1)
+    _,found = own_end(lambda learn: learn._do_grad_opt(), fp16, [Clamps(), *(cb() for cb in cbs)])
+    assert not found
+
+def test_the_end_of_a_fit_is_not_explained_by_an_earlier_report():
+    "A layer that overflows in the first batch, and later three batches with gradients that a static scale cannot hold"
+    learn = classifier(lambda: net(Big), partial(fp16, dynamic=False, init_scale=2.**8), [Outlier(5,6,7)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        fit(learn, 1)
+    report, = learn.mixed_precision.reports
+    stopped, = [str(o.message) for o in told if str(o.message).startswith('Training stopped')]
+    assert len(learn.mixed_precision.history)==8 and 'static loss scale 256' in stopped and report.sentence not in stopped
