@@ -43,8 +43,8 @@ def half_forward(
 ):
     """A context manager in which `model` computes in `dtype`, with norms in fp32; run backward passes outside it
 
-    Gradients arrive on the fp32 parameters. Without `keep_fp32`, and unless autocast treats a norm differently, they are bit for bit those
-    of `torch.autocast`. Nothing is scaled. Raises `ValueError` as `PrecisionPlan` does."""
+    Gradients arrive on the fp32 parameters. Without `keep_fp32`, they are bit for bit those of `torch.autocast`, unless
+    autocast treats a norm differently or other code reads a weight. Nothing is scaled. Raises `ValueError` as `PrecisionPlan` does."""
     return PrecisionPlan(model, dtype, keep_fp32).forward_pass()
 
 # %% ../nbs/02_precision.ipynb #117ed02c
