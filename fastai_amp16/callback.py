@@ -221,7 +221,7 @@ def before_backward(self:DynamicMixedPrecision):
 @patch
 def after_backward(self:DynamicMixedPrecision):
     if self.around_backward: return
-    if not self.making.through:
+    if self.making is not None and not self.making.through:
         self.say_once('The backward pass of your training step did not start from `self.loss_grad`, so its gradients are divided by a loss '
                       'scale that they were not multiplied by. Call `self.loss_grad.backward()`, not `self.loss.backward()`.')
     self.unscale_loss()
