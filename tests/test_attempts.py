@@ -692,16 +692,10 @@ def test_a_loss_function_is_itself_in_all_runs(loss):
 # --- training steps that leave out fastai's events
 
 class OwnEnd(Learner):
-    "Computes the loss as fastai does, and ends the batch in a way of its own"
-    def _do_one_batch(self):
-        self.pred = self.model(*self.xb)
-        self('after_pred')
-        self.loss_grad = self.loss_func(self.pred, *self.yb)
-        self.loss = self.loss_grad.clone()
-        self('after_loss')
-        if self.training:
-            self.end(self)
-            self.opt.zero_grad()
+    "Ends the batch in a way of its own"
+    def _do_grad_opt(self):
+        self.end(self)
+        self.opt.zero_grad()
 
 def bare(learn):
     learn.loss.backward()
@@ -749,7 +743,7 @@ def test_a_step_without_fastais_events_is_named(end, cbs, told):
     assert len(found)==1 and told in found[0]
     assert learn.mixed_precision.making is None
 
-@pytest.mark.parametrize('end', [lambda learn: learn._do_grad_opt(), backward_of('loss_grad'), only_step_events])
+@pytest.mark.parametrize('end', [Learner._do_grad_opt, backward_of('loss_grad'), only_step_events])
 def test_a_step_of_ones_own_with_events_is_as_good_as_fastais(end):
     (a,_),(b,found) = own_end(end, fp32),own_end(end, fp16)
     assert not found
@@ -760,7 +754,7 @@ def test_weights_that_a_callback_edits_are_no_step(cbs):
     class Clamps(Callback):
         def after_batch(self):
             for p in self.learn.model.parameters(): p.data.clamp_(-1, 1)
-    _,found = own_end(lambda learn: learn._do_grad_opt(), fp16, [Clamps(), *(cb() for cb in cbs)])
+    _,found = own_end(Learner._do_grad_opt, fp16, [Clamps(), *(cb() for cb in cbs)])
     assert not found
 
 def test_the_end_of_a_fit_is_not_explained_by_an_earlier_report():
