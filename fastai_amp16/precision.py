@@ -293,26 +293,37 @@ def _half_names(m):
 # %% ../nbs/02_precision.ipynb #e15e041a
 def _ops(code): return [(i.opname,i.argval) for i in dis.get_instructions(code)]
 
-def _reached(f, cls, seen):
-    "The code of `f`, and of what it calls by name: methods of `cls`, functions of its module and around it"
+def _reached(f, classes, seen):
+    "The code of `f`, and of what it calls by name: methods of `classes`, functions of its module and around it"
     code = getattr(f, '__code__', None)
     if code is None or code in seen: return
     seen.add(code)
     inner = [FunctionType(c, f.__globals__, closure=tuple(map(CellType, range(len(c.co_freevars))))) for c in code.co_consts
              if isinstance(c, CodeType)]
     ops = _ops(code)
-    methods = {n for op,n in ops if op in ('LOAD_ATTR','LOAD_METHOD','LOAD_SUPER_ATTR')}
-    named = [*(vars(c).get(n) for c in cls.__mro__ for n in methods), *(f.__globals__.get(n) for op,n in ops if op=='LOAD_GLOBAL')]
+    methods = {n for op,n in ops if op in ('LOAD_ATTR','LOAD_METHOD','LOAD_SUPER_ATTR')}|{'__call__'}
+    named = [*(vars(b).get(n) for c in classes for b in c.__mro__ for n in methods),
+             *(f.__globals__.get(n) for op,n in ops if op=='LOAD_GLOBAL')]
     for g in (*inner, *named, *(c.cell_contents for c in f.__closure__ or () if c!=CellType())):
-        if isinstance(g, FunctionType) and not (g.__module__ or '').startswith('torch'): _reached(g, cls, seen)
+        g = getattr(g, '__func__', g) # of a static method, say
+        if isinstance(g, FunctionType) and not _is_torchs(g): _reached(g, classes, seen)
+
+def _is_torchs(o):
+    "Does the function or class `o` come with torch, and not write to the weights of others, as `swa_utils` does?"
+    return f'{o.__module__}.'.startswith('torch.') and o.__module__!='torch.optim.swa_utils'
+
+def writes_weights(
+    m:nn.Module # Of any class
+) -> bool:
+    "Does the code of `m` and of what it holds write to weights in the forward pass, as momentum encoders do, or make new ones?"
+    if _is_torchs(type(m)): return False
+    held = {type(o) for o in (*vars(m).values(), *m.children())}
+    return _writes(type(m), frozenset(c for c in held if not (_is_torchs(c) or issubclass(c, type))))
 
 @functools.cache
-def writes_weights(
-    cls:type # Of a module
-) -> bool:
-    "Does the code of `cls` write to its weights in the forward pass, as momentum encoders do, or make new ones?"
-    if cls.__module__.startswith('torch.'): return False
-    _reached(cls.forward, cls, seen := set())
+def _writes(cls, held):
+    "Does the code of the module class `cls` do so, with its own methods and those of the classes `held`?"
+    _reached(cls.forward, (cls,*held), seen := set())
     def in_place(n): return isinstance(n, str) and n.endswith('_') and not n.endswith('__')
     def by_data(code):
         "Does it write to what is behind a `.data`: by name, by index, or by a method in place?"
@@ -322,7 +333,7 @@ def writes_weights(
         by_index = after and any(op=='STORE_SUBSCR' for op,_ in ops)
         return ('STORE_ATTR','data') in ops or by_index or kept or any(in_place(n) for _,n in after)
     # `next(self.parameters())` asks for a dtype or a device
-    all_weights = any({'parameters','named_parameters','state_dict'} & {*c.co_names} and 'next' not in c.co_names for c in seen)
+    all_weights = any({'parameters','named_parameters','state_dict'} & {*c.co_names} and not {'next','first'} & {*c.co_names} for c in seen)
     makes = any('Parameter' in c.co_names for c in seen)
     return makes or any(map(by_data, seen)) or all_weights and any(in_place(n) for c in seen for n in c.co_names)
 
@@ -385,9 +396,9 @@ class PrecisionPlan:
 
     Norms stay in fp32. So do the modules that `keep_fp32` names, with all modules inside them; a name that ends with a dot means the
     module's own code without the modules inside (`'.'` is the model's own code). If other code in the forward pass reads a cast weight, for
-    example a penalty on `self.head.weight`, it reads the half-precision copy; keep the layer in fp32 to give it the master. What a forward
-    pass writes to a weight reaches the master. Raises `ValueError` for a model without parameters, with half-precision parameters or on a
-    device without autocast, and for an entry of `keep_fp32` that names no module.
+    example a penalty on `self.head.weight`, it reads the half-precision copy; keep the layer in fp32 to give it the master. What a
+    module's `forward`, or a function or object it calls, writes to weights reaches the masters. Raises `ValueError` for a model without
+    parameters, with half-precision parameters or on a device without autocast, and for an entry of `keep_fp32` that names no module.
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740): master weights"""
     def __init__(self,
@@ -431,7 +442,7 @@ class PrecisionPlan:
         inside_own = {c for m in own for c in m.children() if not c._modules} # whose weights that code may use itself: autocast casts them
         # code that writes to weights, or has an autocast of its own, must find the masters; autocast casts these. So does code that is
         # compiled: there the casts are a part of other kernels, and CUDA graphs take it that weights stay where they are in memory
-        theirs = [m for m in self.model.modules() if writes_weights(type(m)) or _has_autocast(type(m))]
+        theirs = [m for m in self.model.modules() if writes_weights(m) or _has_autocast(type(m))]
         themselves = {c for m in (*theirs, *compiled_modules(self.wrapped)) for c in m.modules()}
         without = {*inside,*own,*inside_own,*themselves}
         self.slots = [(m._parameters,n) for m in self.model.modules() if m not in without for n in _half_names(m)

@@ -220,7 +220,7 @@ class ModelState:
         self.frozen = [(m._parameters,k) for m in self.modules for k,p in m._parameters.items()
                        if p is not None and not p.requires_grad and m not in theirs]
         self.lazy = [_Lazy(m) for m in self.modules if _open(m)]
-        unseen = [c for m in self.modules if writes_weights(type(m)) for c in m.modules()] # writes that torch does not count
+        unseen = [c for m in self.modules if writes_weights(m) for c in m.modules()] # writes that torch does not count
         self.tensors = _Tensors(_large, {(id(d),k) for m in unseen for d in (m._parameters,_buffers(m)) for k in d})
         self.n,self.watched,self.hooks,self.hooks_so_far = 0,None,[],None
         self.seen,self.small,self.large,self.first = [],[],{},None

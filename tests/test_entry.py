@@ -6,6 +6,7 @@ import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import CancelBackwardException,CancelBatchException,CancelStepException,Callback,Learner,SGD,nn,noop,partial,set_seed
 from fastai.callback.training import GradientAccumulation
+from torch.optim.swa_utils import AveragedModel,get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.all import AdamW16,GradientNormClip,half_forward
@@ -664,9 +665,21 @@ def follow(k, q):
     for a,b in zip(k.parameters(), q.parameters()): a.data.copy_(a.data.lerp(b.data, 0.1))
 class ByFunction(MomentumEncoder):
     def update(self): follow(self.k, self.q)
+class Follower:
+    def __call__(self, k, q): follow(k, q)
+class ByObject(MomentumEncoder):
+    def __init__(self):
+        super().__init__()
+        self.update_k = Follower()
+    def update(self): self.update_k(self.k, self.q)
+class Averaged(MomentumEncoder):
+    def __init__(self):
+        super().__init__()
+        self.k = AveragedModel(self.q, multi_avg_fn=get_ema_multi_avg_fn(0.9)).requires_grad_(False)
+    def update(self): self.k.update_parameters(self.q)
 
 @pytest.mark.parametrize('to', [hot, Learner.to_bf16_dynamic], ids=['fp16','bf16'])
-@pytest.mark.parametrize('net', [ByData,NewData,InPlace,ByFunction])
+@pytest.mark.parametrize('net', [ByData,NewData,InPlace,ByFunction,ByObject,Averaged])
 def test_what_a_forward_pass_writes_to_weights_in_any_way(net, to):
     "Once in each step, also in those that run again"
     a,b = [fit(make(Learner, t, net, n=8*16, cbs=[Outlier(5)]), 1) for t in (Learner.to_fp32, to)]
