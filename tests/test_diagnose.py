@@ -130,6 +130,10 @@ def test_a_diagnosis_that_heals_brings_what_helps(name):
     r = diagnose(c)
     assert r.promoted==['1'] and r.producer=='1' and c.run(r.promoted, r.new_scale).finite
 
+def test_lower_scales_are_spoken_of_only_where_they_were_tried():
+    def said(**kwargs): return diagnose(case(between(Do(small_root)), **kwargs)).sentence
+    assert 'in float16, not even at the loss scale' in said() and 'in float16, at the loss scale 64;' in said(scale=64., min_scale=None)
+
 def test_without_a_backward_pass_the_forward_pass_is_judged_alone():
     "As in a validation"
     def judged(f):
