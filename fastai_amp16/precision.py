@@ -305,7 +305,7 @@ def _reached(f, classes, seen):
     named = [*(vars(b).get(n) for c in classes for b in c.__mro__ for n in methods),
              *(f.__globals__.get(n) for op,n in ops if op=='LOAD_GLOBAL')]
     for g in (*inner, *named, *(c.cell_contents for c in f.__closure__ or () if c!=CellType())):
-        g = getattr(g, '__func__', g) # of a static method, say
+        if isinstance(g, (staticmethod,classmethod,MethodType)): g = g.__func__
         if isinstance(g, FunctionType) and not _is_torchs(g): _reached(g, classes, seen)
 
 def _is_torchs(o):
