@@ -23,8 +23,8 @@ class Overflow(Callback):
     def __init__(self, n): self.n = n
     def before_backward(self):
         if self.iter!=self.n-1: return
-        batches = self.learn.mixed_precision.making.batches
-        self.kept = batches.bytes if batches.in_memory else 0
+        batches = self.learn.mixed_precision.step.batches
+        self.kept = sum(t.nbytes for o in batches.inputs[:-1] for ts in o for t in ts) # besides the current batch
         self.learn.loss_grad = self.loss_grad*1e4
 
 def train(n, bs, size, rerun):

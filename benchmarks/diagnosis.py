@@ -104,7 +104,7 @@ def quietly(learn):
 def in_half(learn):
     "The number of linear layers and convolutions that stay in half precision, and of all of them"
     linear = [m for m in learn.model.modules() if isinstance(m, (nn.Linear,nn.modules.conv._ConvNd))]
-    fp32 = learn.mixed_precision.keeps()
+    fp32 = learn.mixed_precision.keeps(learn.model)
     plan = PrecisionPlan(learn.model, torch.float16, fp32)
     return sum(m not in plan.in_fp32 for m in linear),len(linear)
 

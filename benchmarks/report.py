@@ -179,6 +179,18 @@ def _met(rows, key, goal):
     "A goal, and in how many of `rows` it is met"
     return f"the goal was {goal:.2f}; met in {sum(r[key][1]<=goal for r in rows)} of {len(rows)} rows"
 
+def _small_steps(res):
+    ours = [r for r in res.get('small', []) if r['contender']==step_cost.small_own]
+    if not ours: return ''
+    return f"""
+
+#### Small models
+
+A step of a small model, whose arithmetic takes less time than the loop around it, takes {_span(r['over_to_fp16'][1] for r in ours)} of the
+time of fastai's `to_fp16` with the same optimizer, `AdamW16`, and without clipping ({_met(ours, 'over_to_fp16', 1.10)}).
+
+{step_cost.table_small(res['small'])}"""
+
 def _steps():
     res = read('step_cost')
     tensors = _and(r['tensors'] for r in res['rows'][:3*len(step_cost.stacks):len(step_cost.stacks)])
@@ -210,7 +222,7 @@ The models have {tensors} tensors, most of them with 16 × 16 elements, so that 
   in all rows with fastai's loop.
 - `to_non_native_fp16` runs with `clip=1` and `max_loss_scale=2**16`, since at its default of 2^24, each fit would skip its first steps.
 - In the 16th step and every 256th after it, `to_fp16_dynamic` also runs the batch in fp32, which medians do not show.
-  [Comparisons with fp32](#comparisons-with-fp32-and-reports) have their own section."""
+  [Comparisons with fp32](#comparisons-with-fp32-and-reports) have their own section.{_small_steps(res)}"""
 
 def _compiled():
     res = read('compiled')
@@ -240,8 +252,7 @@ The table shows the number of kernels and, in parentheses, how many of them are 
 
 {cuda_dispatch.table(res)}
 
-Most of the difference is due to the weights: autocast casts each of them with its own kernel, while `to_fp16_dynamic` casts all of them
-with multi-tensor operations of up to 25 MiB. The other casts of `to_fp16_dynamic` are:
+Most of the casts are those of weights, which `to_fp16_dynamic` leaves to autocast: one kernel for each. The other casts are:
 
 - those of the inputs;
 - those around norms whose kernels need fp32 weights or keep their statistics in the dtype of the input: layer norms with weights, group

@@ -9,7 +9,8 @@ with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     from fastai.basics import Callback
     from fastai_amp16.all import DynamicScaler
-    from fastai_amp16.step import Next,Outcome,StepRecord,what_next
+    from fastai_amp16.precision import convs
+    from fastai_amp16.step import Next,Outcome,Step,what_next
     from machine import machine
 
 here = Path(__file__).parent
@@ -33,8 +34,10 @@ class Maxima(Callback):
         for t in out if isinstance(out, (tuple,list)) else [out]:
             if isinstance(t, torch.Tensor) and t.dtype==torch.bfloat16 and t.requires_grad: t.register_hook(note)
     def before_step(self):
-        half = {id(d[n]) for d,n in self.learn.mixed_precision.ready().slots}
-        gs = self.grads+[p.grad for p in self.learn.model.parameters() if id(p) in half and p.grad is not None]
+        plan = self.learn.mixed_precision.ready()
+        cast = torch.nn.Linear,torch.nn.MultiheadAttention,*convs
+        half = [m for m in plan.model.modules() if isinstance(m, cast) and m not in plan.in_fp32]
+        gs = self.grads+[p.grad for m in half for p in m.parameters(recurse=False) if p.grad is not None] # weights that autocast casts
         self.rooms.append(math.floor(top-math.log2(max(g.abs().max().item() for g in gs))))
         if len(self.rooms)%50==0:
             for g in gs: self.octaves += torch.histc(g[g!=0].float().abs().log2(), len(self.octaves), self.low, self.high)
@@ -71,18 +74,17 @@ def skips(scaler, room):
 
 def runs_again(scaler, room):
     "What this package does: runs the batch again until its gradients are finite"
-    record = StepRecord(scaler.min_scale, settled=scaler.settled)
-    scale,reruns,what = scaler.get_scale(),0,None
+    step,reruns,what = Step(floor=scaler.min_scale, settled=scaler.settled, scale=scaler.get_scale()),0,None
     while what is not Next.step:
-        what,lower = what_next(record, Outcome.overflow if math.log2(scale)>room else Outcome.fine, scale)
+        what,lower = what_next(step, Outcome.overflow if math.log2(step.scale)>room else Outcome.fine)
         if what is Next.skip: return None,reruns
         if what is Next.diagnose: # it measures the gradients
-            record.fails.clear()
-            record.looks,lower = record.looks+1,max(scaler.min_scale, 2.**(room-1))
-        if what is not Next.step: scale,reruns = lower,reruns+1
+            step.fails.clear()
+            step.diagnoses,lower = step.diagnoses+1,max(scaler.min_scale, 2.**(room-1))
+        if what is not Next.step: step.scale,reruns = lower,reruns+1
     scaler.room = room
-    scaler.took(scale)
-    return math.log2(scale),reruns
+    scaler.took(step.scale)
+    return math.log2(step.scale),reruns
 
 def scaler(**kwargs): return lambda: DynamicScaler('cpu', **kwargs)
 torchs = dict(growth_interval=2000, min_scale=2.**-126, max_scale=math.inf)

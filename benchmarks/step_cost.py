@@ -12,6 +12,9 @@ with warnings.catch_warnings():
     import fastai
     from fastai.basics import Adam,DataLoaders,Learner,Optimizer,OptimWrapper,default_device,set_seed
     from fastai.callback.all import GradientClip
+    from fastai.collab import EmbeddingDotBias
+    from fastai.losses import CrossEntropyLossFlat,MSELossFlat
+    from fastai.tabular.model import TabularModel
     from fastai_amp16.all import AdamW16,GradientNormClip
     from fastai_amp16.precision import is_norm
 from machine import machine
@@ -112,6 +115,48 @@ def shown(name):
              careful: 'PyTorch loop, norms in fp32', own: '**`to_fp16_dynamic`**, `AdamW16`, `GradientNormClip`', loop: 'empty fastai loop'}
     return names.get(name, name.replace('fastai `', '`'))
 
+# %% small models, against fastai's own `to_fp16` with the same optimizer
+def blocks():
+    "8 blocks of 32 units, whose arithmetic takes less time than the loop around it"
+    model = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(32, 32), nn.LayerNorm(32), nn.ReLU())], nn.Linear(32, 10))
+    return model,CrossEntropyLossFlat(),lambda bs: (torch.randn(bs, 32), torch.randint(10, (bs,)))
+
+def tabular():
+    "A model for as many columns as fastai's tutorial on Adult has"
+    sizes = [(10,6), (17,8), (8,5), (16,8), (7,5), (6,4), (3,3)]
+    def batch(bs): return torch.stack([torch.randint(n, (bs,)) for n,_ in sizes], 1),torch.randn(bs, 3),torch.randint(2, (bs,))
+    return TabularModel(sizes, 3, 2, [200,100]),CrossEntropyLossFlat(),batch
+
+def collab():
+    "A model for as many users and films as MovieLens 100k has"
+    def batch(bs): return torch.stack([torch.randint(n, (bs,)) for n in (944,1665)], 1),1+4*torch.rand(bs)
+    return EmbeddingDotBias(50, 944, 1665, (0,5.5)),MSELossFlat(),batch
+
+small = {'8 blocks of Linear, LayerNorm and ReLU': blocks, 'tabular model': tabular, 'collaborative filtering': collab}
+small_stacks = {'fp32': Learner.to_fp32, 'fastai `to_fp16`': Learner.to_fp16, '**`to_fp16_dynamic`**': Learner.to_fp16_dynamic}
+_,small_first,small_own = small_stacks
+
+def measure_small(name, steps, rounds, bs=64):
+    "A row for each way to train the model with `AdamW16`, without clipping"
+    set_seed(0)
+    model,loss,batch = small[name]()
+    device = default_device()
+    items = [tuple(t.to(device) for t in batch(bs)) for _ in range(steps)]
+    def run(to):
+        batches = Batches(items)
+        return by_fastai(to(Learner(DataLoaders(batches, [], device=device), deepcopy(model), loss, AdamW16, lr=lr)), batches)
+    times = interleaved({k: run(to) for k,to in small_stacks.items()}, rounds)
+    return [dict(model=name, batch_size=bs, contender=k, ms=[1e3*o for o in quartiles(t)], over_to_fp16=ratio(t, times[small_first]))
+            for k,t in times.items()]
+
+def table_small(rows):
+    "A Markdown table"
+    lines = ['| model, batch size | training loop | ms per step (quartiles) | relative to `to_fp16` |', '| --- | --- | --: | --: |']
+    for r in rows:
+        ms,ratios = ['{1:.2f} ({0:.2f} to {2:.2f})'.format(*r[k]) for k in ('ms','over_to_fp16')]
+        lines.append(f"| {r['model']}, {r['batch_size']} | {shown(r['contender'])} | {ms} | {ratios} |")
+    return '\n'.join(lines)
+
 # %% operators and reads
 class Operators(TorchDispatchMode):
     "Counts dispatched operators and reads by the host; `marks` has both counts where batches and passes begin or end"
@@ -120,7 +165,7 @@ class Operators(TorchDispatchMode):
         self.n,self.reads,self.marks = 0,0,[]
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         res = func(*args, **(kwargs or {}))
-        self.n += 1
+        self.n += not func.is_view # which launches nothing
         devices = [o.device.type for o in args if isinstance(o, torch.Tensor)]
         moved = isinstance(res, torch.Tensor) and res.device.type=='cpu' and any(o!='cpu' for o in devices)
         self.reads += moved or func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero)
@@ -186,8 +231,9 @@ def main(args=None):
     a = p.parse_args(args)
     torch.set_num_threads(1) # there is nothing to share
     rows = [r for bs in a.bs for name in models for r in measure(name, bs, a.width, a.steps, a.rounds)]
-    res = dict(machine=machine(), fastai=fastai.__version__, steps=a.steps, rounds=a.rounds, rows=rows)
-    print(table(res))
+    few = [r for name in small for r in measure_small(name, a.steps, a.rounds)]
+    res = dict(machine=machine(), fastai=fastai.__version__, steps=a.steps, rounds=a.rounds, rows=rows, small=few)
+    print(table(res), table_small(few), sep='\n\n')
     a.out.write_text(json.dumps(res, indent=1)+'\n')
 
 if __name__=='__main__': main()

@@ -7,7 +7,8 @@ from .report import PrecisionReport
 from .history import GradNorm,LossScale,SkippedSteps
 from .callback import DynamicMixedPrecision
 from . import learner # noqa: F401 (`Learner.to_fp16_dynamic` and others)
-from .doctor import Checkup,Finding,swap_module
+from .exam import Finding
+from .doctor import Checkup,swap_module
 
 __all__ = ['DynamicScaler', 'PrecisionPlan', 'half_forward', 'register_norm', 'AdamW16', 'Adam16', 'RAdam16', 'Lamb16', 'QHAdam16',
            'Larc16', 'RMSProp16', 'ranger16', 'FusedAdam', 'GradientNormClip', 'PrecisionReport', 'GradNorm', 'LossScale', 'SkippedSteps',

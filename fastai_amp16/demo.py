@@ -113,55 +113,51 @@ def train(
                   'loss scale': scale, 'seconds': time.perf_counter()-start}
 
 # %% ../nbs/21_demo.ipynb #238a820e
-def _plot(learners, title, axs):
-    for i,(name,learn) in enumerate(learners.items()): # curves may hide each other: the first is the widest
-        look = dict(color=f'C{[*precisions].index(name)}', lw=max(1, 4-i))
-        axs[0].plot([o.item() for o in learn.recorder.losses], label=name, **look)
-        axs[2].plot(learn.gradient_norm_clip.norms, **look)
-        if not hasattr(learn, 'mixed_precision'): continue
-        df = learn.mixed_precision.history
-        axs[1].step(df.step, df.loss_scale, where='post', **look)
-        axs[1].plot(df.step[df.skipped], df.loss_scale[df.skipped], 'x', color=look['color'])
-    axs[2].axhline(learn.gradient_norm_clip.max_norm, color='grey', ls='--', label='clipped here')
-    axs[0].set(title=title, ylabel='smoothed loss', yscale='log')
-    axs[1].set_yscale('log', base=2)
-    axs[1].set(ylabel='loss scale (x: skipped)', ylim=(0.5, 2**18))
-    axs[2].set(ylabel='gradient norm', yscale='log', xlabel='step')
-    for ax in axs[::2]: ax.legend(fontsize=8)
-
 def picture(
     groups:dict # Name of the data to dict of trained `Learner`s, by keys of `precisions`
 ) -> Figure: # With a column for each group
     "Loss, loss scale and gradient norm of each step; crosses are skipped steps"
     fig = Figure(figsize=(4.5*len(groups),6), layout='constrained')
     columns = fig.subplots(3, len(groups), sharex='col', squeeze=False).T
-    for (title,learners),axs in zip(groups.items(), columns): _plot(learners, title, axs)
+    for (title,learners),(loss,scale,norm) in zip(groups.items(), columns):
+        for i,(name,learn) in enumerate(learners.items()): # curves may hide each other: the first is the widest
+            look = dict(color=f'C{[*precisions].index(name)}', lw=max(1, 4-i))
+            loss.plot([o.item() for o in learn.recorder.losses], label=name, **look)
+            norm.plot(learn.gradient_norm_clip.norms, **look)
+            if not hasattr(learn, 'mixed_precision'): continue
+            df = learn.mixed_precision.history
+            scale.step(df.step, df.loss_scale, where='post', **look)
+            scale.plot(df.step[df.skipped], df.loss_scale[df.skipped], 'x', color=look['color'])
+        norm.axhline(learn.gradient_norm_clip.max_norm, color='grey', ls='--', label='clipped here')
+        loss.set(title=title, ylabel='smoothed loss', yscale='log')
+        scale.set_yscale('log', base=2)
+        scale.set(ylabel='loss scale (x: skipped)', ylim=(0.5, 2**18))
+        norm.set(ylabel='gradient norm', yscale='log', xlabel='step')
+        for ax in (loss,norm): ax.legend(fontsize=8)
     return fig
 
 # %% ../nbs/21_demo.ipynb #0f28fb95
-_formats = {'data':'<12', 'precision':'<21', 'accuracy':'>8.2%', 'skipped':'>9', 'reruns':'>8', 'loss scale':'>12g', 'seconds':'>9.1f'}
-_widest = 100 # characters in a line
+_columns = {'data':'<12', 'precision':'<21', 'accuracy':'>8.2%', 'skipped':'>9', 'reruns':'>8', 'loss scale':'>12g', 'seconds':'>9.1f'}
 
-def _cells(row, *names): return ''.join(format(row[k], _formats[k]) for k in names or row)
+def _cells(row): return ''.join(format(v, _columns[k]) for k,v in row.items())
 
-def _header(): return ''.join(format(k, re.match(r'[<>]\d+', o)[0]) for k,o in _formats.items())
-
-def _wrapped(text):
-    "`text` in lines that fit the terminal, as an item of a list"
-    width = min(shutil.get_terminal_size().columns, _widest)
+def _item(text):
+    "`text` as an item of a list, in lines that fit the terminal"
+    width = min(shutil.get_terminal_size().columns, 100)
     return textwrap.fill(text, width, initial_indent='- ', subsequent_indent='  ', break_long_words=False, break_on_hyphens=False)
 
 def _compare(**kwargs):
     "Run all `trainings`, and print a table, each row as soon as it is known: the learners by data and precision"
-    print(_header())
+    print(''.join(format(k, re.match(r'[<>]\d+', o)[0]) for k,o in _columns.items()))
     groups = {}
     for data,ways in trainings.items():
         for precision in ways:
-            print(_cells(dict(data=data, precision=precision)), end='', flush=True)
+            begins = dict(data=data, precision=precision)
+            print(_cells(begins), end='', flush=True)
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore', UserWarning) # the table and the findings say it
                 groups.setdefault(data, {})[precision],row = train(data, precision, **kwargs)
-            print(_cells(row, *[*row][2:]))
+            print(_cells({k: v for k,v in row.items() if k not in begins}))
     return groups
 
 # %% ../nbs/21_demo.ipynb #4b0ef9f8
@@ -193,7 +189,7 @@ def main(
     print(f"{n} trainings of {epochs} epoch{'s'*(epochs>1)} on {name}\n")
     groups = _compare(epochs=epochs, lr=lr, bs=bs, seed=seed)
     print('\nOn raw counts, to_fp16_dynamic() finds what overflows and keeps it in fp32:')
-    for r in groups['raw counts']['to_fp16_dynamic()'].mixed_precision.reports: print(f'\n{r}' if reports else _wrapped(r.sentence))
+    for r in groups['raw counts']['to_fp16_dynamic()'].mixed_precision.reports: print(f'\n{r}' if reports else _item(r.sentence))
     if device.type=='cpu': print('\nfp16 and bf16 are slow here: compare seconds on a GPU.')
     picture(groups).savefig(out, dpi=120)
     print(f'\nPicture of losses, loss scales and gradient norms: {out.absolute()}')

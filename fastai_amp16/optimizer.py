@@ -9,6 +9,7 @@ __all__ = ['AdamW16', 'Adam16', 'RAdam16', 'Lamb16', 'QHAdam16', 'Larc16', 'rang
 from collections import defaultdict
 from fastai.optimizer import *
 from fastai.torch_basics import *
+from .private import fused_adam,fused_adamw
 
 # %% ../nbs/04_optimizer.ipynb #aaef8d73
 class FusedAdam(Optimizer):
@@ -100,7 +101,7 @@ def step(self:FusedAdam,
                 dense,ts = self._laid_out(p, state)
                 if dense is not p: views.append((p, dense))
             calls[hypers, wd if state.get('do_wd', True) else 0., state['step'], p.device, p.dtype].append(ts)
-    fused = partial(torch._fused_adamw_ if self.decouple_wd else torch._fused_adam_, amsgrad=False, maximize=False)
+    fused = partial(fused_adamw if self.decouple_wd else fused_adam, amsgrad=False, maximize=False)
     for ((lr,mom,sqr_mom,eps),wd,n,device,_),tensors in calls.items():
         steps = [torch.full((), n, dtype=torch.float32, device=device)]*len(tensors)
         fused(*map(list, zip(*tensors)), [], steps, lr=lr, beta1=mom, beta2=sqr_mom, weight_decay=wd, eps=eps)

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['norm_types', 'convs', 'register_norm', 'half_forward', 'is_norm', 'as_list', 'class_named', 'find_modules',
-           'names_of', 'StandIn', 'own_forward', 'without_stand_in', 'writes_weights', 'unwrapped', 'unwrap',
-           'compiled_modules', 'PrecisionPlan', 'Modes', 'guarded', 'ForwardPass']
+           'names_of', 'own_forward', 'put_stand_in', 'remove_stand_ins', 'unwrapped', 'unwrap', 'compiled_modules',
+           'PrecisionPlan']
 
 # %% ../nbs/02_precision.ipynb #ebfd676d
-import dis,functools
+import functools,inspect
 from abc import ABC
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -18,13 +18,10 @@ from inspect import getattr_static
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
-from torch.utils import _python_dispatch
-from types import CellType,CodeType,FunctionType,MethodType
-from weakref import WeakSet
-from fastcore.basics import noop,patch
+from types import FunctionType,MethodType
 from fastcore.xtras import is_listy
 from .nested import cast_floats,half_types
+from .private import compiled,compiled_call,inside_compiled,knows_bf16
 
 # %% ../nbs/02_precision.ipynb #bc6706e7
 def register_norm(
@@ -41,10 +38,11 @@ def half_forward(
     dtype:torch.dtype=torch.float16, # `torch.float16` or `torch.bfloat16`
     keep_fp32:list|str|type|nn.Module|Callable=None # What else to keep in fp32: a name, class, module or function, or a list of these
 ):
-    """A context manager in which `model` computes in `dtype`, with norms in fp32; run backward passes outside it
+    """A context manager in which `model` computes in `dtype`, with norms in fp32
 
-    Gradients arrive on the fp32 parameters. Without `keep_fp32`, they are bit for bit those of `torch.autocast`, unless
-    autocast treats a norm differently or other code reads a weight. Nothing is scaled. Raises `ValueError` as `PrecisionPlan` does."""
+    Run the backward pass outside it, unless activation checkpoints compute norms or modules that you keep in fp32 again: these need the
+    context. Gradients arrive on the fp32 parameters. Without `keep_fp32`, they are bit for bit those of `torch.autocast`, unless
+    autocast treats a norm differently. Nothing is scaled. Raises `ValueError` as `PrecisionPlan` does."""
     return PrecisionPlan(model, dtype, keep_fp32).forward_pass()
 
 # %% ../nbs/02_precision.ipynb #117ed02c
@@ -118,56 +116,11 @@ def names_of(
     return list(dict.fromkeys(n for o in as_list(keep_fp32) for n in ([o] if isinstance(o, str) else find_modules(model, o))))
 
 # %% ../nbs/02_precision.ipynb #dc738f49
-class StandIn:
-    """Stands in for the `forward` of `module` as an attribute of that instance
-
-    A copy or a pickle of the module holds the module's own `forward` in its place."""
-    def __init__(self,
-        module:nn.Module # Whose `forward` it takes the place of
-    ):
-        self.module,self.own = module,own_forward(module)
-        self.first = () if isinstance(getattr_static(type(module), 'forward'), staticmethod) else (module,)
-    def forward(self, *args, **kwargs):
-        "The module's own"
-        return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(*self.first, *args, **kwargs)
-    def __call__(self, *args, **kwargs): return self.forward(*args, **kwargs)
-    @property
-    def __wrapped__(self): # for `inspect.signature`, and what else looks at a `forward`
-        if self.own is not None: return self.own
-        return MethodType(type(self.module).forward, self.module) if self.first else type(self.module).forward
-    def __getattr__(self, k): return getattr(self.__wrapped__, k)
-    def __reduce__(self): # the copy of `module` has no attributes yet
-        return (getattr, (self.module, 'forward')) if self.own is None else (noop, (self.own,))
-
-def _behind(f):
-    "The stand-in that `f` is, or is the method of; else `f`"
-    return getattr(f.__func__, 'stand_in', f) if isinstance(f, MethodType) else f
-
-def own_forward(
-    m:nn.Module # Perhaps with stand-ins
-): # A callable, or `None` where the class's `forward` is the one
-    "The `forward` that the instance `m` itself has, if any"
-    f = _behind(m.__dict__.get('forward'))
-    while isinstance(f, StandIn) and f.module is m: f = f.own
-    return None if isinstance(f, MethodType) and f.__self__ is m and f.__func__ is type(m).forward else f
-
-def without_stand_in(
-    m:nn.Module, # Perhaps with a stand-in
-    protocol # Of `pickle`
-): # As `__reduce_ex__`, whose place it takes in an instance
-    "What a copy or a pickle of `m` is made of: the module as it is outside a fit"
-    make,args,state,*rest = type(m).__reduce_ex__(m, protocol)
-    if isinstance(state, dict):
-        state = {k: v for k,v in state.items() if k not in ('forward','__reduce_ex__')}
-        if (f := own_forward(m)) is not None: state['forward'] = f
-    return make,args,state,*rest
-
-# %% ../nbs/02_precision.ipynb #853a3a69
 _no_casts = (*_batch_norms, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_torchs_norms = tuple(t for t in norm_types if t is not _RegisteredNorm)
 
 def _reads_half(m, device_type):
     "Does the kernel of torch's norm `m` read half precision, compute in fp32, and take fp32 weights if there are any?"
-    # the CPU's batch norms do so as well, but their gradients overflow where input or gradient is not contiguous
     if device_type!='cuda' or not type(m).__module__.startswith('torch.nn.') or own_forward(m) is not None: return False
     return isinstance(m, _no_casts) or isinstance(m, nn.LayerNorm) and m.weight is None
 
@@ -175,8 +128,8 @@ def _is_left_alone(m, device_type):
     "Does `m` compute the same with and without autocast? autocast has a rule for layer norms, and `SyncBatchNorm` has many operations"
     return _reads_half(m, device_type) and not isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm))
 
-def _in_fp32(forward, first, args, kwargs, dev, kept, own_code, reads_half):
-    "Run `forward` in fp32 if autocast is on for device type `dev`"
+def _in_fp32(forward, first, args, kwargs, dev, as_given, own_code, reads_half):
+    "Run `forward` in fp32 if autocast is on for device type `dev`; return the dtype of the input if `as_given`"
     if not torch.is_autocast_enabled(dev): return forward(*first, *args, **kwargs)
     arg,*_ = *args,*kwargs.values(),None
     given = getattr(arg, 'dtype', None)
@@ -188,20 +141,7 @@ def _in_fp32(forward, first, args, kwargs, dev, kept, own_code, reads_half):
         torch.set_autocast_enabled(dev, False)
         try: res = forward(*first, *args, **kwargs)
         finally: torch.set_autocast_enabled(dev, True)
-    return res if kept or given not in half_types else cast_floats(res, given, (torch.float32,))
-
-class _Fp32Forward(StandIn):
-    "Computes as `how` does, by default `_in_fp32`; `consts` are its last arguments"
-    def __init__(self, module, *consts, how=_in_fp32):
-        super().__init__(module)
-        self.before,self.placed = None,False # what stood in its place, and whether it stands there
-        self.copies,self.how,self.consts = functools.partial(without_stand_in, module),how,consts
-        # to `torch.compile`, methods of a module with the same code and constants are the same, and other objects never are: so
-        # the stand-in of another plan, in the next fit, say, does not make it compile anew
-        def forward(m, *args, **kwargs): return how(type(m).forward, (m,), args, kwargs, *consts)
-        forward.stand_in,self.method = self,MethodType(forward, module)
-    def __call__(self, *args, **kwargs): return self.how(self.forward, (), args, kwargs, *self.consts)
-    def as_attribute(self): return self.method if self.own is None and self.first else self
+    return cast_floats(res, given, (torch.float32,)) if as_given and given in half_types else res
 
 # %% ../nbs/02_precision.ipynb #4bb937e4
 def _in_half(forward, first, args, kwargs, dev, dtype):
@@ -210,147 +150,87 @@ def _in_half(forward, first, args, kwargs, dev, dtype):
     with torch.autocast(dev, dtype=dtype, cache_enabled=True): return cast_floats(forward(*first, *args, **kwargs))
 
 # %% ../nbs/02_precision.ipynb #d0c7cafa
-def _cast_all(ts, dtype):
-    res = [torch.empty_like(t, dtype=dtype) for t in ts]
-    torch._foreach_copy_(res, ts)
-    return res
+def _behind(f):
+    "The function of the stand-in `f`; `None` if it is none"
+    f = f.__func__ if isinstance(f, MethodType) else f
+    return f if isinstance(f, FunctionType) and 'stands_for' in vars(f) else None
 
-class _HalfCopies(torch.autograd.Function):
-    "Makes half-precision copies of fp32 masters by one multi-tensor copy, and casts their gradients back in the same way"
-    @staticmethod
-    def forward(ctx, dtype, graph, *masters):
-        ctx.set_materialize_grads(False)
-        ctx.graph = graph
-        return tuple(_cast_all(masters, dtype))
+def own_forward(
+    m:nn.Module, # Perhaps with stand-ins
+    attr:str='forward' # The method
+): # A callable, or `None` where the class's `forward` is the one
+    "The `forward` that the instance `m` itself has, if any"
+    f = vars(m).get(attr)
+    while (s := _behind(f)) and s.module is m: f = s.stands_for
+    return None if isinstance(f, MethodType) and f.__self__ is m and f.__func__ is type(m).forward else f
 
-    @staticmethod
-    def backward(ctx, *grads):
-        some = [g for g in grads if g is not None]
-        # a graph of the gradients themselves (`create_graph`) needs a cast that can be differentiated
-        some = iter([g.float() for g in some] if torch.is_grad_enabled() else _cast_all(some, torch.float32))
-        return None,None,*(None if g is None else next(some) for g in grads)
+def _as_outside(m, protocol):
+    "As `__reduce_ex__`: what a copy or a pickle of `m` is made of, which is the module without stand-ins"
+    make,args,state,*rest = type(m).__reduce_ex__(m, protocol)
+    if isinstance(state, dict):
+        state = {k: v for k,v in state.items() if k not in ('forward','__reduce_ex__')}
+        if (f := own_forward(m)) is not None: state['forward'] = f
+    return make,args,state,*rest
 
-class _HalfCopiesInFunc(_HalfCopies):
-    "For the transforms of `torch.func`: slower, since torch binds the arguments to a signature"
-    generate_vmap_rule = True
-    @staticmethod
-    def forward(dtype, graph, *masters): return tuple(_cast_all(masters, dtype))
+@functools.cache
+def _signature(f):
+    try: return inspect.signature(f)
+    except (TypeError,ValueError): return None # of code that is not Python's
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.set_materialize_grads(False)
-        ctx.graph = inputs[1]
+def put_stand_in(
+    m:nn.Module, # Any module
+    owner, # Has `inside`, `call` and `standing`, as `Entry` does: is a pass under way, what begins one, and are its stand-ins in use?
+    role:tuple=None, # A function from `PrecisionPlan.roles` with its last arguments
+    attr:str='forward' # The method to stand in for
+):
+    "Run `attr` of `m` by its role from now on, in a forward pass that begins here if none is under way"
+    own,is_compiling = own_forward(m, attr),torch.compiler.is_compiling
+    if own is None and isinstance(getattr_static(type(m), 'forward'), staticmethod): own = type(m).forward
+    how,*consts = role or (None,)
+    def run(m, args, kwargs):
+        f,first = (type(m).forward,(m,)) if own is None else (own,())
+        return f(*first, *args, **kwargs) if how is None else how(f, first, args, kwargs, *consts)
+    # to `torch.compile`, methods of a module with the same code and constants are the same, and other objects never are: so
+    # the stand-in of another plan, in the next fit, say, does not make it compile anew
+    if own is None:
+        def forward(m, *args, **kwargs):
+            if not (is_compiling() or owner.inside): return owner.call(run, m, args, kwargs)
+            return type(m).forward(m, *args, **kwargs) if how is None else how(type(m).forward, (m,), args, kwargs, *consts)
+    else:
+        def forward(*args, **kwargs):
+            return run(m, args, kwargs) if is_compiling() or owner.inside else owner.call(run, m, args, kwargs)
+    forward.__wrapped__ = own or type(m).forward
+    forward.__doc__ = forward.__wrapped__.__doc__
+    forward.__signature__ = _signature(forward.__wrapped__) if attr=='forward' else None
+    forward.module,forward.stands_for,forward.owner = m,vars(m).get(attr),owner
+    vars(m)[attr] = MethodType(forward, m) if own is None else forward
+    vars(m).setdefault('__reduce_ex__', functools.partial(_as_outside, m))
 
-_in_func = getattr(torch._C, '_are_functorch_transforms_active', lambda: True) # private in torch
-
-class _Graph:
-    "Lives as long as a forward pass of `plan` or its autograd graph; the last one removes the stand-ins"
-    def __init__(self, plan):
-        self.plan = plan
-        plan.graphs += 1
-    def __del__(self):
-        self.plan.graphs -= 1
-        if not self.plan.graphs: self.plan.release()
+def remove_stand_ins(
+    modules # Modules that may have some
+):
+    "Remove the stand-ins whose owner does not use them any more, those that a Ctrl-C left behind among them"
+    for m in modules:
+        attrs = vars(m)
+        for k in ('forward',compiled_call):
+            while (s := _behind(attrs.get(k))) and not s.owner.standing:
+                if s.module is not m: attrs[k] = own_forward(s.module) or MethodType(type(s.module).forward, s.module) # it was borrowed
+                elif s.stands_for is not None: attrs[k] = s.stands_for
+                else: del attrs[k]
+        copies = attrs.get('__reduce_ex__')
+        if getattr(copies, 'func', None) is _as_outside and not (_behind(attrs.get('forward')) or _behind(attrs.get(compiled_call))):
+            del attrs['__reduce_ex__']
 
 # %% ../nbs/02_precision.ipynb #23fda264
-_bucket_bytes,_bucket_tensors = 25*2**20,256
-
-def _buckets(ps):
-    "`ps` in consecutive parts of up to 25 MiB and 256 tensors; one that is larger is a part of its own"
-    res,left = [],-1
-    for p in ps:
-        left -= (n := p.nbytes)
-        if left<0 or len(res[-1])==_bucket_tensors:
-            res.append([])
-            left = _bucket_bytes-n
-        res[-1].append(p)
-    return res
-
-def _half_copies(ps, dtype, graph):
-    "Each of `ps` with its copy"
-    for some in _buckets(ps):
-        copies = (_HalfCopiesInFunc if _in_func() else _HalfCopies).apply(dtype, graph, *some)
-        # as soon as its gradients are there: backward, what came first waits for all others.
-        # Private in torch; without it they only come later
-        getattr(copies[0].grad_fn, '_set_sequence_nr', noop)(2**63)
-        yield from zip(some, copies)
-
-# %% ../nbs/02_precision.ipynb #6269e456
 convs = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_half_params = {**{t: ('weight','bias') for t in (nn.Linear, *convs)},
-    nn.MultiheadAttention: ('in_proj_weight','in_proj_bias','q_proj_weight','k_proj_weight','v_proj_weight')}
 
-def _runs_as(m, t):
-    "Does `m` have the forward pass of torch's class `t`?"
-    return own_forward(m) is None and all(getattr(type(m), f, None) is getattr(t, f, None) for f in ('forward','_conv_forward'))
-
-def _half_names(m):
-    "The names of those parameters of `m` that its forward pass gives to a matmul or a convolution and does not read elsewhere"
-    for t,names in _half_params.items():
-        if isinstance(m, t): return names if _runs_as(m, t) else ()
-    return ()
-
-# %% ../nbs/02_precision.ipynb #e15e041a
-def _ops(code): return [(i.opname,i.argval) for i in dis.get_instructions(code)]
-
-def _reached(f, classes, seen):
-    "The code of `f`, and of what it calls by name: methods of `classes`, functions of its module and around it"
-    code = getattr(f, '__code__', None)
-    if code is None or code in seen: return
-    seen.add(code)
-    inner = [FunctionType(c, f.__globals__, closure=tuple(map(CellType, range(len(c.co_freevars))))) for c in code.co_consts
-             if isinstance(c, CodeType)]
-    ops = _ops(code)
-    methods = {n for op,n in ops if op in ('LOAD_ATTR','LOAD_METHOD','LOAD_SUPER_ATTR')}|{'__call__'}
-    named = [*(vars(b).get(n) for c in classes for b in c.__mro__ for n in methods),
-             *(f.__globals__.get(n) for op,n in ops if op=='LOAD_GLOBAL')]
-    for g in (*inner, *named, *(c.cell_contents for c in f.__closure__ or () if c!=CellType())):
-        if isinstance(g, (staticmethod,classmethod,MethodType)): g = g.__func__
-        if isinstance(g, FunctionType) and not _is_torchs(g): _reached(g, classes, seen)
-
-def _is_torchs(o):
-    "Does the function or class `o` come with torch, and not write to the weights of others, as `swa_utils` does?"
-    return f'{o.__module__}.'.startswith('torch.') and o.__module__!='torch.optim.swa_utils'
-
-def writes_weights(
-    m:nn.Module # Of any class
-) -> bool:
-    "Does the code of `m` and of what it holds write to weights in the forward pass, as momentum encoders do, or make new ones?"
-    if _is_torchs(type(m)): return False
-    held = {type(o) for o in (*vars(m).values(), *m.children())}
-    return _writes(type(m), frozenset(c for c in held if not (_is_torchs(c) or issubclass(c, type))))
-
-@functools.cache
-def _writes(cls, held):
-    "Does the code of the module class `cls` do so, with its own methods and those of the classes `held`?"
-    _reached(cls.forward, (cls,*held), seen := set())
-    def in_place(n): return isinstance(n, str) and n.endswith('_') and not n.endswith('__')
-    def by_data(code):
-        "Does it write to what is behind a `.data`: by name, by index, or by a method in place?"
-        ops = _ops(code)
-        after = [following for (op,n),following in zip(ops, ops[1:]) if op=='LOAD_ATTR' and n=='data']
-        kept = any(op.startswith('STORE_FAST') for op,_ in after) and any(in_place(n) for n in code.co_names)
-        by_index = after and any(op=='STORE_SUBSCR' for op,_ in ops)
-        return ('STORE_ATTR','data') in ops or by_index or kept or any(in_place(n) for _,n in after)
-    # `next(self.parameters())` asks for a dtype or a device
-    all_weights = any({'parameters','named_parameters','state_dict'} & {*c.co_names} and not {'next','first'} & {*c.co_names} for c in seen)
-    makes = any('Parameter' in c.co_names for c in seen)
-    return makes or any(map(by_data, seen)) or all_weights and any(in_place(n) for c in seen for n in c.co_names)
-
-@functools.cache
-def _has_autocast(cls):
-    "Does a method of `cls` enter an autocast context or have one as a decorator?"
-    codes = [getattr(f, '__code__', None) for c in cls.__mro__ for f in vars(c).values()]
-    return any(c and ('autocast' in c.co_names or 'autocast' in c.co_name) for c in codes)
-
-# %% ../nbs/02_precision.ipynb #3957ba15
 def unwrapped(
     model:nn.Module # Perhaps a `DistributedDataParallel`, a `DataParallel` or the result of `torch.compile`
 ):
     "`model`, what it wraps, what that wraps, and so on"
     while model is not None:
         yield model
-        model = model.module if isinstance(model, (nn.DataParallel,DistributedDataParallel)) else getattr(model, '_orig_mod', None)
+        model = model.module if isinstance(model, (nn.DataParallel,DistributedDataParallel)) else inside_compiled(model)
 
 def unwrap(
     model:nn.Module # Perhaps wrapped
@@ -363,7 +243,7 @@ def compiled_modules(
     model:nn.Module # Perhaps wrapped
 ) -> list: # Modules, wrappers among them
     "The modules in `model` that `torch.compile` has wrapped or `.compile()` has changed"
-    return [m for m in model.modules() if '_orig_mod' in m._modules or vars(m).get('_compiled_call_impl') is not None]
+    return [m for m in model.modules() if compiled(m)]
 
 # %% ../nbs/02_precision.ipynb #6d9a48ee
 def _refuse(model, params):
@@ -385,20 +265,13 @@ def _refuse(model, params):
         raise ValueError(f"torch has no autocast for the device {dev!r}: move the model to another device.")
 
 # %% ../nbs/02_precision.ipynb #0fe41d66
-def _knows_bf16():
-    "Does the CPU have the instructions that oneDNN's bf16 kernels need?"
-    return getattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', bool)() # private in torch
-
-_standing = WeakSet() # plans whose stand-ins are in place, in a pass or as long as its graph lives
-
 class PrecisionPlan:
-    """Which weights of `model` have half-precision copies in a forward pass, and which modules stay in fp32
+    """Which modules of `model` compute in fp32 in a forward pass, and which in half precision
 
-    Norms stay in fp32. So do the modules that `keep_fp32` names, with all modules inside them; a name that ends with a dot means the
-    module's own code without the modules inside (`'.'` is the model's own code). If other code in the forward pass reads a cast weight, for
-    example a penalty on `self.head.weight`, it reads the half-precision copy; keep the layer in fp32 to give it the master. What a
-    module's `forward`, or a function or object it calls, writes to weights reaches the masters. Raises `ValueError` for a model without
-    parameters, with half-precision parameters or on a device without autocast, and for an entry of `keep_fp32` that names no module.
+    Norms compute in fp32. So do the modules that `keep_fp32` names, with all modules inside them; a name that ends with a dot means the
+    module's own code without the modules inside (`'.'` is the model's own code). autocast casts the weights of the others as it needs them:
+    the parameters are fp32 master weights at every moment. Raises `ValueError` for a model without parameters, with half-precision
+    parameters or on a device without autocast, and for an entry of `keep_fp32` that names no module.
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740): master weights"""
     def __init__(self,
@@ -407,11 +280,11 @@ class PrecisionPlan:
         keep_fp32:list|str|type|nn.Module|Callable=None # What else to keep in fp32: a name, class, module or function, or a list of these
     ):
         if dtype not in half_types: raise ValueError(f"dtype={dtype!r} is not half precision: use torch.float16 or torch.bfloat16.")
-        self.wrapped,self.model,self.dtype,self.graphs,self.releases,self.parts = model,unwrap(model),dtype,0,0,{}
+        self.wrapped,self.model,self.dtype = model,unwrap(model),dtype
         self.params = list(self.model.parameters())
         _refuse(model, self.params)
         self._select(as_list(keep_fp32))
-        self._stand_in()
+        self._assign()
 
     def _select(self, which):
         "What stays in fp32: modules with all that is in them, and the own code of modules"
@@ -422,192 +295,49 @@ class PrecisionPlan:
         # `*` also matches what is inside a module that it matches: that has its own code
         self.own_code = {n: m for o in own_code for n,m in outermost(find_modules(model, o[:-1])).items()}
         # oneDNN has no fp16 kernels for recurrent layers, and bf16 ones for some CPUs only: without this they raise
-        if self.device_type=='cpu' and not (self.dtype==torch.bfloat16 and _knows_bf16()):
+        if self.device_type=='cpu' and not (self.dtype==torch.bfloat16 and knows_bf16()):
             self.kept.update((n,m) for n,m in model.named_modules() if isinstance(m, nn.RNNBase))
         self.norms = {n:m for n,m in model.named_modules() if is_norm(m)}
         self.in_fp32 = dict.fromkeys(c for m in (*self.kept.values(),*self.norms.values()) for c in m.modules())
 
-    def _stand_in(self):
-        "The stand-ins of these modules, and which weights have half-precision copies"
+    def _assign(self):
+        "The roles of modules: a function that runs `forward`, with its last arguments; modules without a role are left to autocast"
         dev,inside = self.device_type,self.in_fp32
         kept = dict.fromkeys(c for m in self.kept.values() for c in m.modules())
         own = [m for m in self.own_code.values() if m not in inside]
-        again = dict.fromkeys(c for m in own for c in m.modules() if c not in inside and c not in own)
-        norms = dict.fromkeys(m for m in self.norms.values() if not _is_left_alone(m, dev))
-        def reads_half(m): return m not in kept and _reads_half(m, dev)
-        stand_ins = [*(_Fp32Forward(m, dev, m in kept, False, reads_half(m)) for m in {**kept, **norms}),
-                     *(_Fp32Forward(m, dev, True, True, False) for m in own),
-                     *(_Fp32Forward(m, dev, self.dtype, how=_in_half) for m in again)]
-        self.stand_ins = {o.module: o for o in stand_ins}
-        inside_own = {c for m in own for c in m.children() if not c._modules} # whose weights that code may use itself: autocast casts them
-        # code that writes to weights, or has an autocast of its own, must find the masters; autocast casts these. So does code that is
-        # compiled: there the casts are a part of other kernels, and CUDA graphs take it that weights stay where they are in memory
-        theirs = [m for m in self.model.modules() if writes_weights(m) or _has_autocast(type(m))]
-        themselves = {c for m in (*theirs, *compiled_modules(self.wrapped)) for c in m.modules()}
-        without = {*inside,*own,*inside_own,*themselves}
-        self.slots = [(m._parameters,n) for m in self.model.modules() if m not in without for n in _half_names(m)
-                      if m._parameters.get(n) is not None and not is_lazy(m._parameters[n])]
+        again = [c for m in own for c in m.modules() if c not in inside and c not in own]
+        norms = [m for m in self.norms.values() if not (m in kept or _is_left_alone(m, dev))]
+        self.roles = {**{m: (_in_fp32, dev, False, False, False) for m in kept},
+                      **{m: (_in_fp32, dev, isinstance(m, _torchs_norms), False, _reads_half(m, dev)) for m in norms},
+                      **{m: (_in_fp32, dev, False, True, False) for m in own},
+                      **{m: (_in_half, dev, self.dtype) for m in again}}
 
     @property
     def device_type(self) -> str:
         "Type of the device that the model is on: 'cpu', 'cuda', 'mps', ..."
         return self.params[0].device.type
 
-    def part(self,
-        module:nn.Module # In the model, or the model itself, wrapped or not
-    ) -> tuple: # Slots and stand-ins
-        "The part of this plan that a forward pass of `module` alone needs"
-        if module in (self.model,self.wrapped): return self.slots,list(self.stand_ins.values())
-        if module not in self.parts:
-            inside = {id(m._parameters): m for m in module.modules()}
-            stand_ins = [o for m,o in self.stand_ins.items() if id(m._parameters) in inside]
-            self.parts[module] = [o for o in self.slots if id(o[0]) in inside],stand_ins
-        return self.parts[module]
+    @contextmanager
+    def autocast(self):
+        "A context in which autocast is on for the model's device"
+        # torch's fast path for transformers takes weights and inputs of one dtype only. It asks whether autocast is on, and means CUDA's
+        before = torch.is_autocast_enabled('cuda')
+        torch.set_autocast_enabled('cuda', True)
+        try:
+            with torch.autocast(self.device_type, dtype=self.dtype): yield
+        finally: torch.set_autocast_enabled('cuda', before)
 
-    def release(self):
-        "Remove the stand-ins"
-        self.releases += 1
-        _standing.discard(self)
-        for o in self.stand_ins.values():
-            attrs,before,above,o.placed = o.module.__dict__,o.before,None,False
-            if attrs.get('__reduce_ex__') is o.copies: del attrs['__reduce_ex__']
-            f = attrs.get('forward')
-            while (b := _behind(f)) is not o and isinstance(b, _Fp32Forward): above,f = b,b.before # of plans that were placed since
-            if b is not o: continue
-            while isinstance(b := _behind(before), _Fp32Forward) and not b.placed: before = b.before # of a plan that was released meanwhile
-            if above: above.before = before
-            elif before is None: del attrs['forward']
-            else: attrs['forward'] = before
+    @contextmanager
+    def forward_pass(self):
+        "A context for one forward pass: autocast is on, and norms and kept modules compute in fp32"
+        context = _Context()
+        try:
+            for m,role in self.roles.items(): put_stand_in(m, context, role)
+            with self.autocast(): yield self
+        finally:
+            context.standing = False
+            remove_stand_ins(self.roles)
 
-    def place(self,
-        stand_ins:list # Some of `stand_ins`, or all
-    ):
-        "Put the stand-ins in the place of `forward`, until `release`"
-        if stand_ins: _standing.add(self)
-        for o in stand_ins:
-            attrs = o.module.__dict__
-            attrs.setdefault('__reduce_ex__', o.copies)
-            if (b := _behind(f := attrs.get('forward'))) is not o:
-                if not isinstance(b, StandIn): o.own = f # it may have been exchanged since
-                o.before,attrs['forward'] = f,o.as_attribute()
-            o.placed = True
-
-# %% ../nbs/02_precision.ipynb #54046acd
-# private in torch: what contexts of its own change for this thread. A Ctrl-C may come right before one is left
-_function_state,_n_functions,_n_dispatch = (getattr(torch._C, f'_{k}', int) for k in (
-    'get_torch_function_state','len_torch_function_stack','len_torch_dispatch_stack'))
-
-class Modes:
-    "The state that contexts of torch have changed so far for this thread"
-    def __init__(self):
-        self.grad,self.functions = torch.is_grad_enabled(),_function_state()
-        self.n,self.n_dispatch = _n_functions(),_n_dispatch()
-
-    def put_back(self):
-        "Leave what was entered since"
-        torch.set_grad_enabled(self.grad)
-        if _function_state()!=self.functions: torch._C._set_torch_function_state(self.functions)
-        while _n_functions()>self.n: torch._C._pop_torch_function_stack()
-        while _n_dispatch()>self.n_dispatch: _python_dispatch._pop_mode()
-        if not _n_dispatch(): # torch.compile asks for these signs of a mode
-            vars(_python_dispatch).update({k: False for k in vars(_python_dispatch) if k.startswith('_is_in_')})
-
-def guarded(
-    f, # What to run
-    put_back # What to run after it, whatever happens; where something was raised it runs twice
-): # What `f` returns
-    "Run `f`, then `put_back`, even if a Ctrl-C comes at the first line of either or at the end of a context"
-    modes = Modes()
-    try:
-        try: return f()
-        finally: put_back()
-    except BaseException:
-        modes.put_back()
-        put_back()
-        raise
-
-# %% ../nbs/02_precision.ipynb #20841e6f
-def _marks(ts):
-    "Numbers that change when one of the tensors `ts` is written to, or gets other data"
-    return [] if _in_func() else [t.data_ptr() for t in ts],[] if torch.is_inference_mode_enabled() else [t._version for t in ts]
-
-def _nesting():
-    "How many autocast contexts are open; at 0 torch forgets the weights that it has cast"
-    return torch.autocast_increment_nesting() and torch.autocast_decrement_nesting()
-
-# %% ../nbs/02_precision.ipynb #605e59d7
-class ForwardPass:
-    "One forward pass with a plan: `open` it, run the module, `finish` it, and always `close` it"
-    def __init__(self,
-        plan:PrecisionPlan, # What computes in which precision
-        module:nn.Module=None, # The module that runs, in the model; `None`: the model
-        until_backward:bool=False # Keep the stand-ins in place while an autograd graph lives, for activation checkpoints to be recomputed?
-    ):
-        self.plan,self.until_backward,dev = plan,until_backward,plan.device_type
-        slots,self.stand_ins = plan.part(plan.model if module is None else module)
-        self.slots = [(d,n,d[n]) for d,n in slots if n in d and d[n].dtype==torch.float32]
-        self.fastpath,self.depth = torch.backends.mha.get_fastpath_enabled(),_nesting()
-        self.autocast = torch.is_autocast_enabled(dev),torch.get_autocast_dtype(dev),torch.is_autocast_cache_enabled()
-        self.placed,self.aside,self.copies,self.marks,self.graph = [],[],{},None,_Graph(plan) if until_backward else None
-
-    def open(self):
-        "Put stand-ins and half-precision weights in place, and switch autocast on"
-        plan = self.plan
-        for o in tuple(_standing): # another plan for these modules, whose graph still lives
-            if o is plan or o.stand_ins.keys().isdisjoint(plan.model.modules()): continue
-            self.aside.append((o, [s for s in o.stand_ins.values() if s.placed], o.releases+1))
-            o.release()
-        plan.place(self.stand_ins)
-        masters = dict.fromkeys(p for *_,p in self.slots) # tied weights have one copy, too
-        graph,frozen = [p for p in masters if p.requires_grad],[p for p in masters if not p.requires_grad]
-        with torch.enable_grad(): # for gradients that the model takes itself, also in a validation
-            masters.update(_half_copies(graph, plan.dtype, self.graph))
-        if frozen: masters.update(zip(frozen, _cast_all([p.detach() for p in frozen], plan.dtype)))
-        self.placed = [(d,n,p,masters[p]) for d,n,p in self.slots]
-        for d,n,_,c in self.placed: d[n] = c
-        self.copies,self.marks = masters,_marks(masters.values())
-        # torch's fast path takes weights and inputs of one dtype only, and does not know of autocast. The switch is one for all threads:
-        # those that run meanwhile compute the same, by the other path
-        torch.backends.mha.set_fastpath_enabled(False)
-        torch.autocast(plan.device_type, dtype=plan.dtype).__enter__() # `close` leaves it
-
-    def finish(self):
-        "Copy what the pass wrote to a half-precision weight (as momentum encoders do) to its master, which later passes write to directly"
-        now,plan,masters = _marks(self.copies.values()),self.plan,self.copies
-        if now==self.marks: return
-        written = [p for p,*m in zip(masters, *now, *self.marks) if m[:2]!=m[2:]]
-        with torch.no_grad():
-            for p in written: p.copy_(masters[p])
-        plan.slots = [(d,n) for d,n in plan.slots if not any(d.get(n) is masters[p] for p in written)]
-        plan.parts.clear()
-
-    def close(self):
-        "Restore what `open` changed; a second call does nothing"
-        for d,n,p,c in self.placed:
-            if d.get(n) is c: d[n] = p # else the pass has put another weight there
-        dev,(enabled,dtype,cache) = self.plan.device_type,self.autocast
-        torch.backends.mha.set_fastpath_enabled(self.fastpath)
-        torch.set_autocast_enabled(dev, enabled)
-        torch.set_autocast_dtype(dev, dtype)
-        torch.set_autocast_cache_enabled(cache)
-        for _ in range(_nesting()-self.depth): torch.autocast_decrement_nesting()
-        torch.clear_autocast_cache()
-        if not self.until_backward: self.plan.release()
-        for o,stand_ins,releases in self.aside:
-            if o.releases==releases: o.place(stand_ins) # else nobody needs them any more
-        self.placed,self.aside,self.copies,self.graph = [],[],{},None # nothing holds them any more but a graph that needs them
-
-# %% ../nbs/02_precision.ipynb #3b94e02e
-@patch
-@contextmanager
-def forward_pass(self:PrecisionPlan):
-    "A context for one forward pass: autocast is on, weights are half-precision copies, norms and kept modules compute in fp32"
-    run = ForwardPass(self, until_backward=True)
-    try:
-        run.open()
-        yield self
-        run.finish()
-    except BaseException: # its traceback may hold on to the graph
-        self.release()
-        raise
-    finally: guarded(noop, run.close)
+class _Context:
+    "Owns the stand-ins of `half_forward`: a forward pass is under way until it ends"
+    inside = standing = True

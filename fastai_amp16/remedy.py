@@ -7,9 +7,9 @@ __all__ = ['scale_that_fits', 'likeness', 'Reason', 'heal']
 
 # %% ../nbs/13_remedy.ipynb #922dabb4
 import math,re
-from dataclasses import dataclass
+from dataclasses import dataclass,replace
 from fastai.basics import *
-from .rerun import Watch,loss_name
+from .record import Recording,loss_name
 from .case import Case,faults,has_code
 
 # %% ../nbs/13_remedy.ipynb #1ab605fa
@@ -37,11 +37,14 @@ def scale_that_fits(
     return 2.**good
 
 # %% ../nbs/13_remedy.ipynb #78e9261b
-def _ladder(case, name):
+def _callers(run):
+    "The names of modules that call other modules"
+    return {f.parent.name for f in run.frames if f.op is None and f.parent and f.parent.name!=f.name}
+
+def _ladder(model, name, callers):
     "What to try in fp32 for a fault in the module `name`, the least first, as in `keep_fp32`"
-    callers = {f.parent.name for f in case.fp32.frames if f.op is None and f.parent and f.parent.name!=f.name}
     while True:
-        if has_code(case.model.get_submodule(name)):
+        if has_code(model.get_submodule(name)):
             if name in callers or not name: yield name+'.' # its own code, without the modules that it calls
             if name: yield name
         if not name: break
@@ -59,62 +62,76 @@ def likeness(
     "A key that is the same for modules of one class at similar places, such as the blocks of a transformer"
     return re.sub(r'(?<![^.])\d+(?![^.])', '#', o),type(case.model.get_submodule(o.rstrip('.')))
 
-def _alike(case, new):
-    "All names with the same `likeness` as `new`"
-    names = dict.fromkeys(f.name+'.'*new.endswith('.') for f in case.fp32.frames if f.name!=loss_name)
-    return [o for o in names if likeness(case, o)==likeness(case, new)]
-
 # %% ../nbs/13_remedy.ipynb #be3dd157
 _rounds,_tests = 8,6 # largest number of searches for faults; runs to remove what is not needed, at least
+_phases = 'forward','loss','backward' # in the order of time
 
 @dataclass
 class Reason:
     "Why something stays in fp32"
     phase:str # As in `faults`
     frame:object # As in `faults`; `None` if no module can be named
-    half:Watch # The run in which the fault was seen
+    half:Recording # The run in which the fault was seen
     scale:float # The loss scale of that run
     alike:bool = False # Is it only similar to what was at fault?
+    mine:bool = True # Was the fault seen on this rank?
 
 class _Search:
     "The search for what has to stay in fp32 so that the batch of `case` is sound; `kept` maps names to reasons"
     def __init__(self, case):
         # at the lowest loss scale, no module moves to fp32 for gradients that only need a lower scale
-        self.case,self.low,self.kept,self.back = case,case.lowest,{},1
+        self.case,self.low,self.kept,self.back,self.callers = case,case.lowest,{},1,_callers(case.fp32)
+        names = dict.fromkeys(f.name for f in case.fp32.frames if f.name!=loss_name)
+        self.alike = groupby((*names, *(n+'.' for n in names)), partial(likeness, case))
+
+    def ladder(self, name): return _ladder(self.case.model, name, self.callers)
 
     def add(self, half, scale, alike):
         "Keep what is at fault in the run `half` at `scale`, and similar modules if `alike`; return whether there was anything"
-        n,found = len(self.kept),self.case.faults(half)
-        phase = found[0][0] if found else 'backward'
-        self.add_frames([f for p,f in found if p==phase], phase, half, scale, alike)
+        case,n,found = self.case,len(self.kept),self.case.faults(half)
+        first_phases = case.ranks.gather(found[0][0] if found else None)
+        phase = next((o for o in _phases if o in first_phases), 'backward')
+        why = Reason(phase, found[0][1] if found else None, half, scale)
+        self.keep(self.at_fault([f for p,f in found if p==phase], why, alike), why)
         if len(self.kept)==n: # an infinity inside a module's own code may do harm later
-            self.add_frames([f for p,f in faults(half, self.case.fp32) if p=='forward'], 'forward', half, scale, alike)
-        if len(self.kept)==n: self.add_before(phase, found[0][1] if found else None, half, scale)
+            inside = replace(why, phase='forward')
+            self.keep(self.at_fault([f for p,f in faults(half, case.fp32) if p=='forward'], inside, alike), inside)
+        if len(self.kept)==n: self.keep(self.last(why), why)
         return len(self.kept)>n
 
-    def add_frames(self, frames, phase, half, scale, alike):
-        case,kept = self.case,list(self.kept)
+    def keep(self, new, why):
+        "Keep `new`, which maps names to reasons, and what the other ranks have found"
+        for found in self.case.ranks.gather({o: r.alike for o,r in new.items()}):
+            for o,alike in found.items():
+                if o in self.kept and (alike or not self.kept[o].alike): continue
+                self.kept[o] = new.get(o) or replace(why, frame=None, alike=alike, mine=False)
+
+    def at_fault(self, frames, why, alike):
+        "What to keep in fp32 for faults in `frames`, with the reasons"
+        res,kept = {},list(self.kept)
         by_name = groupby((f for f in frames if f.name!=loss_name), lambda f: f.name) # in the order of the first fault
         for name,(frame,*_) in by_name.items():
-            new = next((o for o in _ladder(case, name) if not _covers(kept, o)), None)
-            if not new and name: continue # the whole model is the last resort
-            why = Reason(phase, frame, half, scale)
-            if not _covers(self.kept, new) or new in self.kept and self.kept[new].alike: self.kept[new] = why
-            for o in _alike(case, new) if alike or half.error is not None else ():
-                if not _covers(self.kept, o): self.kept[o] = Reason(phase, frame, half, scale, alike=True)
+            new = next((o for o in self.ladder(name) if not _covers(kept, o)), None)
+            if new is None or not new and name: continue # the whole model is the last resort
+            seen = {**self.kept, **res}
+            if not _covers(seen, new) or new in seen and seen[new].alike: res[new] = replace(why, frame=frame)
+            for o in self.alike.get(likeness(self.case, new), ()) if alike or why.half.error is not None else ():
+                if not _covers({**self.kept, **res}, o): res[o] = replace(why, frame=frame, alike=True)
+        return res
 
-    def add_before(self, phase, frame, half, scale):
-        "If no module can be named, keep what ran last, then twice as much, and so on, and at last everything"
-        ran = dict.fromkeys(f.name for f,where,_ in reversed(half.events or self.case.fp32.events) if where=='out' and f.name!=loss_name)
-        todo = [o for name in ran if (o:=next(_ladder(self.case, name))) and not _covers(self.kept, o)]
-        for o in todo[:self.back] or ([] if '' in self.kept else ['']): self.kept[o] = Reason(phase, frame, half, scale)
-        self.back *= 2
+    def last(self, why):
+        "If no module can be named, what ran last, then twice as much, and so on, and at last everything"
+        events = why.half.events or self.case.fp32.events
+        ran = dict.fromkeys(f.name for f,where,_ in reversed(events) if where=='out' and f.name!=loss_name)
+        todo = [o for name in ran if (o:=next(self.ladder(name))) and not _covers(self.kept, o)]
+        n,self.back = self.back,2*self.back
+        return dict.fromkeys(todo[:n] or ([] if '' in self.kept else ['']), why)
 
     def run(self):
         "Search; return whether anything helps"
         case,half,scale = self.case,self.case.half,self.case.scale
-        if all(phase=='backward' for phase,_ in case.faults(half)): # search at a loss scale that is not too high
-            if half.error is None and case.is_sound(scale=self.low): return True
+        if case.ranks.every(all(phase=='backward' for phase,_ in case.faults(half))): # search at a loss scale that is not too high
+            if not case.ranks.some(half.error) and case.is_sound(scale=self.low): return True
             scale = max(self.low, min(scale, 2.**case.largest_scale(half)))
         for i in range(_rounds):
             if i or scale<case.scale: half = case.run(list(self.kept), scale, reference=case.fp32)
@@ -134,7 +151,7 @@ class _Search:
         return sound
 
     def drop(self):
-        "Remove what is not needed, by bisection"
+        "Remove what is not needed, by delta debugging"
         tests = _tests+3*math.log2(len(self.kept)) # number of runs: a hundred modules at fault need not be tested one by one
         only_alike = [o for o,why in self.kept.items() if why.alike]
         if only_alike: self.without(only_alike)

@@ -36,7 +36,7 @@ class DynamicScaler(GradScaler):
         dynamic:bool=True, # `False` for static loss scaling: the scale stays at `init_scale`
         enabled:bool=True # `False` to scale nothing, as in `torch.amp.GradScaler`
     ):
-        who = type(self).__name__
+        who = DynamicScaler.__name__
         for k,v in dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval,
                         hysteresis=hysteresis, min_scale=min_scale, max_scale=max_scale).items():
             require(isinstance(v, Real) and v>0, who, k, v, 'a number above 0')
@@ -57,7 +57,6 @@ class DynamicScaler(GradScaler):
         self.settled = False # has a step been taken at this scale, or at the one it grew or fell from?
         self._target = None # the scale to return to after a single batch forced it far down
         self._calm = 0 # healthy steps since the last doubling
-        self.batches = None # those of the present step in a `fit`, whose gradients are multiplied by the scale in a backward pass only
 
     # torch fills its tensors from `_init_scale` and `_init_growth_tracker`; here, both are kept up to date as the copy on the host
     def get_scale(self) -> float:
@@ -68,24 +67,6 @@ class DynamicScaler(GradScaler):
         before = self._init_scale
         self._init_scale = min(max(self.min_scale, scale), self.max_scale, _fp32.max) # in this order NaN gives `min_scale`
         if self._scale is not None and self._init_scale!=before: self._scale.fill_(self._init_scale)
-
-# %% ../nbs/00_scaler.ipynb #00aa38e5
-@patch
-def scale(self:DynamicScaler,
-    outputs # A loss or another tensor, or an iterable of tensors
-): # Same type as `outputs`
-    "Multiply `outputs`, a loss as a rule, by the scale"
-    if self.batches is None: return super(DynamicScaler, self).scale(outputs)
-    self.batches.scale_gradients(scale := self.batches.attempt.scale)
-    return outputs*scale if isinstance(outputs, torch.Tensor) else type(outputs)(o*scale for o in outputs)
-
-@patch
-def unscale_(self:DynamicScaler,
-    optimizer # The optimizer that holds the parameters
-):
-    "Divide the gradients of `optimizer` by the scale"
-    if self.batches is None: super(DynamicScaler, self).unscale_(optimizer)
-    else: self.batches.scale_gradients(1.)
 
 # %% ../nbs/00_scaler.ipynb #d16cd63e
 @patch
@@ -120,9 +101,6 @@ def update(self:DynamicScaler,
     self._per_optimizer_states.clear()
 
 # %% ../nbs/00_scaler.ipynb #e2d50dec
-@patch
-def __getstate__(self:DynamicScaler): return {**super(DynamicScaler, self).__getstate__(), 'batches': None}
-
 @patch
 def state_dict(self:DynamicScaler) -> dict:
     "The state of `torch.amp.GradScaler`, plus the overflows left until the scale backs off and the scale to return to; empty if disabled"

@@ -741,7 +741,7 @@ def test_a_step_without_fastais_events_is_named(end, cbs, told):
     "Once, and what it accumulates is not kept"
     learn,found = own_end(end, fp16, [cb() for cb in cbs])
     assert len(found)==1 and told in found[0]
-    assert learn.mixed_precision.making is None
+    assert learn.mixed_precision.step is None
 
 @pytest.mark.parametrize('end', [Learner._do_grad_opt, backward_of('loss_grad'), only_step_events])
 def test_a_step_of_ones_own_with_events_is_as_good_as_fastais(end):

@@ -16,6 +16,7 @@ from fastai.callback.all import (ActivationStats,BnFreeze,CSVLogger,ChannelsLast
 from fastai.callback.fp16 import ModelToHalf,NonNativeMixedPrecision
 from fastai_amp16.all import AdamW16,DynamicMixedPrecision,GradientNormClip,LossScale,SkippedSteps,half_forward,ranger16
 from fastai_amp16.demo import digits_dls
+from fastai_amp16.learner import running
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from common import *
@@ -88,7 +89,7 @@ def test_model_replaced_after_our_before_fit():
         def before_fit(self):
             self.learn.model = copy.deepcopy(self.model)
             self.learn.create_opt()
-            self.model[0].register_forward_hook(lambda m,i,o: self.seen.append(m.weight.dtype))
+            self.model[0].register_forward_hook(lambda m,i,o: self.seen.append(o.dtype))
     replace = Replace()
     replace.seen = []
     fit(learner(cbs=replace).to_fp16_dynamic(), 1)
@@ -150,10 +151,10 @@ def test_compiled_model():
 def mixed(learn): return [cb for cb in learn.cbs if isinstance(cb, (MixedPrecision,ModelToHalf,NonNativeMixedPrecision))]
 
 class Counts(Callback):
-    "Notes which mixed precision there is in a batch"
+    "Notes which mixed precision works in a batch"
     order = -20
     def __init__(self): self.seen = set()
-    def after_pred(self): self.seen |= {*mixed(self.learn)}
+    def after_pred(self): self.seen |= {cb for cb in mixed(self.learn) if cb.run}
 
 @pytest.mark.parametrize('first,then,class_,dtype', [
     ('to_fp16_dynamic', 'to_fp16_dynamic', DynamicMixedPrecision, torch.float16),
@@ -166,26 +167,38 @@ class Counts(Callback):
     ('to_non_native_fp16', 'to_fp16_dynamic', DynamicMixedPrecision, torch.float16)])
 @pytest.mark.parametrize('fits', [False, True], ids=['before a fit', 'between fits'])
 def test_the_last_call_wins(first, then, class_, dtype, fits, capsys):
-    "It is at work, alone, and says in a line what it replaced"
-    learn,seen = getattr(learner(), first)(),set()
+    "It is at work, alone, and says in a line what it replaces, once"
+    learn,seen = getattr(learner(cbs=Counts()), first)(),set()
     learn.model[0].register_forward_hook(lambda m,i,o: seen.add(o.dtype))
     with fastais():
         if fits: fit(learn, 1)
         old = mixed(learn)[-1]
         capsys.readouterr()
         getattr(learn, then)()
+        seen.clear(), learn.counts.seen.clear()
+        for _ in range(2): fit(learn, 1)
         said = capsys.readouterr().out.splitlines()
-        seen.clear()
-        fit(learn, 1)
     who = mixed(learn)[-1]
-    assert type(who) is class_ and len(mixed(learn))==1+(then=='to_non_native_fp16') and getattr(learn, who.name) is who
+    assert type(who) is class_ and getattr(learn, who.name) is who and {type(cb) for cb in learn.counts.seen}-{ModelToHalf}=={class_}
     assert seen=={dtype} and len(said)==(first!=then) # one like another is nothing to tell
     assert all(o.count(' replaces ')==1 and type(old).__name__ in o for o in said)
     assert hasattr(learn, 'mixed_precision')==isinstance(who, MixedPrecision)
-    assert getattr(learn, 'scaler', None) is getattr(who, 'scaler', None) # fastai's gives its own back at the end of a fit
+    assert getattr(learn, 'scaler', None) is None # after a fit, as with fastai's
     assert not mixed(learn.to_fp32()) or class_ is NonNativeMixedPrecision
-    assert getattr(learn, 'scaler', None) is None
+    assert fit(learn.to_non_native_fp32(), 1) and not mixed(learn) and not hasattr(learn, 'mixed_precision')
     clean(learn)
+
+@pytest.mark.parametrize('kinds', [(MixedPrecision,DynamicMixedPrecision), (DynamicMixedPrecision,MixedPrecision),
+                                   (DynamicMixedPrecision,MixedPrecision,partial(DynamicMixedPrecision, 'bf16'))])
+@pytest.mark.parametrize('validate', [False, True], ids=['fit','validation'])
+def test_several_among_the_callbacks_of_a_learner(kinds, validate):
+    "The last works alone"
+    with fastais():
+        cbs = [o() for o in kinds]
+        learn = learner(cbs=[*cbs, counts:=Counts()])
+        with learn.no_bar(), learn.no_logging(): learn.validate() if validate else learn.fit(1)
+    assert counts.seen=={cbs[-1]} and learn.mixed_precision is cbs[-1] and all(cb.run for cb in cbs)
+    if not validate: clean(learn)
 
 def test_channels_last_adds_no_other():
     for to in (Learner.to_fp16_dynamic, Learner.to_bf16_dynamic):
@@ -201,16 +214,30 @@ def test_fastais_own_replace_each_other_as_they_always_did(capsys):
 @pytest.mark.parametrize('own,other', [(DynamicMixedPrecision, partial(DynamicMixedPrecision, 'bf16')),
     (DynamicMixedPrecision, MixedPrecision), (MixedPrecision, DynamicMixedPrecision)], ids=['ours-ours', 'ours-theirs', 'theirs-ours'])
 def test_one_for_a_single_fit(own, other):
-    "It takes the place of the learner's own, which is there again afterwards, whatever happens"
+    "It takes the place of the learner's own, which works again afterwards, whatever happens"
     with fastais():
         own,other,counts = own(),other(),Counts()
         learn = learner(cbs=[own,counts])
         for o in (None, other):
             for cbs in ([], [Raise('before_step', KeyboardInterrupt)]):
                 with pytest.raises(KeyboardInterrupt) if cbs else nullcontext(): fit(learn, 1, cbs=[*L(o), *cbs])
-                assert counts.seen=={o or own} and mixed(learn)==[own] and learn.mixed_precision is own
+                assert counts.seen=={o or own} and mixed(learn)==[own] and own.run
+                assert running(learn) is (own if isinstance(own, DynamicMixedPrecision) else None)
                 counts.seen.clear()
+        fit(learn, 1)
+        assert learn.mixed_precision is own
         clean(learn)
+
+def test_the_scaler_is_there_in_a_fit_and_only_there():
+    "As fastai has it, also if a validation is nested in the fit, or if the fit is interrupted"
+    seen = []
+    class See(Callback):
+        def before_backward(self): seen.append(self.learn.scaler)
+    for cbs in ([], [Raise('before_step', KeyboardInterrupt)]):
+        learn = learner(cbs=See()).to_fp16_dynamic()
+        with pytest.raises(KeyboardInterrupt) if cbs else nullcontext(): fit(learn, 2, cbs=cbs)
+        assert seen and all(o is learn.mixed_precision.scaler for o in seen) and learn.scaler is None
+        seen.clear()
 
 def test_a_choice_in_the_middle_of_a_single_fit_stays():
     class Choose(Callback):
@@ -795,13 +822,15 @@ def test_a_weight_without_numbers():
     like_fp32(*(fit(to(learner(net, shuffle=False)), 1) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)))
 
 def test_a_mixed_precision_of_another_library():
-    "Of the same name, and with a `to_fp32` of its own"
+    "Of the same name"
     class MixedPrecision(Callback): order = 10
     learn = learner(cbs=MixedPrecision()).to_fp16_dynamic()
     assert [type(cb) for cb in learn.cbs if cb.name=='mixed_precision']==[DynamicMixedPrecision]
     learn.add_cb(MixedPrecision)
-    assert [type(cb) for cb in learn.cbs if cb.name=='mixed_precision']==[MixedPrecision]
-    assert not mixed(learn.to_fp16_dynamic().remove_cb(MixedPrecision))
+    learn.mixed_precision.after_pred = lambda: works.append([cb for cb in learn.cbs if cb.name=='mixed_precision' and cb.run])
+    works = []
+    fit(learn, 1)
+    assert works and all(o==[learn.mixed_precision] and type(learn.mixed_precision) is MixedPrecision for o in works)
 
 # --- a CPU
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from fastai_amp16 import ranks as ranks_module
 from fastai_amp16.all import AdamW16,FusedAdam,GradientNormClip,half_forward
-from fastai_amp16.callback import emulates_bf16
+from fastai_amp16.messages import emulates_bf16
 from fastai_amp16.demo import digits_dls,small_cnn
 import gpu,hostile
 from common import Do,Poison,Raise,between,clean,equal,fit,learner,mlp,mse,state,times_and_back,weights

@@ -4,13 +4,13 @@ import pytest,torch
 from fastai.basics import nn,partial,set_seed
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.case import Case,deviation
-from fastai_amp16.diagnose import diagnose,find,merged
+from fastai_amp16.diagnose import Verdict,after,diagnose,diagnose_step,merged
 from fastai_amp16.entry import Entry
 from fastai_amp16.precision import PrecisionPlan
-from fastai_amp16.ranks import Ranks
 from fastai_amp16.remedy import heal
 from fastai_amp16.report import PrecisionReport
-from fastai_amp16.rerun import Batches
+from fastai_amp16.rerun import Batches,Left
+from fastai_amp16.step import Next,Step
 from fastai_amp16.snapshot import LearnerState,ModelState
 from common import Called,Do,between,equal,learner,masked_fill,mlp,mse,small_root,state,times_and_back
 
@@ -23,18 +23,19 @@ def case(model, x=None, y=None, loss_func=None, scale=2.**16, min_scale=2.**-24,
     learn.create_opt()
     learn.training = learn.model.train().training
     entry.stand(learn.model)
-    batches = Batches(learn, entry, Ranks(), ModelState(learn.model, learn.loss_func), LearnerState(learn))
+    step = Step(Batches(learn, entry, ModelState(learn.model, learn.loss_func), LearnerState(learn)))
     xs = torch.randn(8,8) if x is None else x
     xs,y = xs if isinstance(xs, tuple) else (xs,),torch.randn(8,1) if y is None else y
     for part in zip(*(t.chunk(n) for t in (*xs, y))):
         learn.xb,learn.yb = part[:-1],part[-1:]
-        batches.add()
+        step.batches.add()
     def one_batch():
         learn.pred = learn.model(*learn.xb)
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
         learn.loss = learn.loss_grad.detach().clone()
-        if batches.attempt.backward: (learn.loss_grad*batches.attempt.scale).backward()
-    return Case(batches, one_batch, keep_fp32, dtype, scale, min_scale)
+        if step.ends(learn.loss): raise Left
+        (learn.loss_grad*step.scale).backward()
+    return Case(step, one_batch, keep_fp32, dtype, scale, min_scale)
 
 def with_nan(t, *at):
     t = t.clone()
@@ -485,17 +486,55 @@ def test_deviation():
 
 def test_a_failure_is_a_part_of_what_was_found():
     def boom(x): raise ValueError('now')
-    same,mine = find(case(between(Do(boom))), error=ValueError('now')),find(case(between(Do(boom))))
-    assert same.report is None and same.failure=='in fp32 the batch raises ValueError (now)'
-    assert same.raised=='ValueError: now' and not same.healed
-    assert mine.raised is None and not mine.same
-    good = find(case(between(Do(masked_fill))), error=RuntimeError('in half precision'))
-    assert good.healed and good.report.promoted==['1'] and not good.failure and not good.same
+    fp32 = diagnose_step(case(between(Do(boom))))
+    assert (fp32.verdict,fp32.reports,fp32.error)==(Verdict.no_fp32,[],None)
+    assert fp32.failures==['in fp32 the batch raises ValueError (now)']
+    good = diagnose_step(case(between(Do(masked_fill))), error := RuntimeError('in half precision'))
+    assert (good.verdict,good.kept,good.failures)==(Verdict.healed,['1'],[]) and good.error is error and len(good.reports)==1
 
 def test_an_exception_that_fp32_raises_as_well_is_the_same():
     error = ValueError('now')
     def boom(x): raise error
-    assert find(case(between(Do(boom))), error=error).same
+    d = diagnose_step(case(between(Do(boom))), error)
+    assert d.verdict is Verdict.raises and d.error is error and not d.failures
+
+def test_an_exception_that_does_not_come_again_is_not_laid_to_half_precision():
+    "One that comes by chance, or with the number of the call"
+    d = diagnose_step(case(between(Do(times_and_back))), error := RuntimeError('once'))
+    assert (d.verdict,d.reports)==(Verdict.fine,[]) and d.error is error
+
+@pytest.mark.parametrize('make,verdict', [(mid(times_and_back), Verdict.healed), (verdicts['scale'][0], Verdict.scale),
+                                          (verdicts['inputs'][0], Verdict.lost), (healthy, Verdict.fine)])
+def test_the_verdict_on_a_step(make, verdict):
+    d = diagnose_step(make())
+    assert d.verdict is verdict and len(d.reports)==(verdict is not Verdict.fine) and not d.failures
+    assert d.kept==(['1'] if verdict is Verdict.healed else [])
+    assert d.scale is None or d.scale<2**16 or verdict is Verdict.healed
+    assert (d.scale is not None)==(verdict in (Verdict.healed,Verdict.scale))
+
+# verdict: what follows with 'heal', with 'heal' if an exception was raised, with 'warn', and with 'warn' after an exception; a star: it is
+# known that no precision can use the batch
+table = dict(healed='again again again* raise', scale='again again again again', unhealed='fp32 fp32 again* raise',
+             lost='reference* raise reference* raise', fine='again raise again raise', unknown='fp32 fp32 again* raise',
+             no_fp32='again* raise again* raise', raises='raise raise raise raise')
+
+@pytest.mark.parametrize('name', table)
+def test_what_follows_a_diagnosis(name):
+    def row(verdict, *ways):
+        for on_spiral,raised in ways:
+            what,lost = after(verdict, on_spiral, raised=raised)
+            yield (what.name if what else 'raise')+'*'*lost
+    verdict = Verdict[name]
+    assert table[name].split()==list(row(verdict, *((o,r) for o in ('heal','warn') for r in (False,True))))
+    assert [after(verdict, 'raise', raised=r) for r in (False,True)]==[after(verdict, 'warn', raised=r) for r in (False,True)]
+
+def test_what_follows_a_diagnosis_otherwise():
+    "A second one of the step, predictions that are wrong but finite, and a validation"
+    assert len(table)==len(Verdict)
+    assert after(Verdict.fine, again=True)==(Next.fp32,False) and after(Verdict.fine, 'warn', again=True)==(Next.again,True)
+    assert after(Verdict.fine, training=False)==(Next.again,True)
+    for verdict in (Verdict.unhealed,Verdict.fine,Verdict.unknown): assert after(verdict, silent=True)==(Next.again,False)
+    assert after(Verdict.lost, silent=True)==(Next.reference,True)
 
 class Within(nn.Sequential):
     "A container with code of its own"
@@ -548,7 +587,7 @@ def test_sparse_inputs_are_left_alone():
             self.w = nn.Parameter(torch.randn(8,1))
         def forward(self, x): return torch.sparse.mm(x, self.w)*math.inf
     c = case(Sparse)
-    c.batches.inputs.clear()
+    c.batches.inputs.clear(), c.batches.notes.clear(), c.batches.changed.clear()
     c.learn.xb = (x,)
     c.batches.add()
     assert diagnose(c).verdict=='divergence'

@@ -12,6 +12,8 @@ from fastcore.nbio import read_nb
 from fastai.basics import SGD,Callback,DataLoader,DataLoaders,nn
 from fastai.callback.all import GradientAccumulation,GradientClip,SaveModelCallback,TerminateOnNaNCallback
 from fastai_amp16.all import GradientNormClip
+from fastai_amp16.learner import looking
+from fastai_amp16.ranks import NeedsOthers
 from common import *
 from processes import Processes,timeout
 
@@ -245,7 +247,7 @@ def _static_graph(rank):
 def test_a_first_batch_of_a_static_graph_runs_again(ranks): ranks(_static_graph)
 
 def _sends(rank):
-    "As many bytes a step as the page and the example say; 4 more after an overflow, and for a batch of the validation"
+    "As many bytes a step as the page and the example say; 4 more in each attempt of a search, and for a batch of the validation"
     class Plain(Callback):
         "Gradients are sent by a call that can be counted"
         def before_train(self):
@@ -260,7 +262,7 @@ def _sends(rank):
     n = sum(p.numel() for p in learn.model.parameters())
     first,*others = learn.mixed_precision.history.reruns
     assert first>0 and not any(others)
-    assert sizes==[4*n,28,4]+[4*n,28]*first+[4*n,28,4]+[4*n,28,4*n,28,4]*2
+    assert sizes==[4*n,24,4]*(first+1)+[4*n,24,4]+[4*n,24,4*n,24,4]*2
 
 def test_bytes_of_a_step(ranks): ranks(_sends)
 
@@ -324,7 +326,7 @@ class Own(nn.SyncBatchNorm):
 def own_group(): return nn.Sequential(nn.Linear(8,16), Own(), nn.Tanh(), Detour(), nn.Linear(16,1))
 
 def _one_is_looked_into(rank, gathers):
-    "One rank runs its batch by itself, and the other does not answer"
+    "All run their batches, with collectives of the model or the loss function, as only one is at fault"
     model,loss_func = (detour,Gathers()) if gathers else (own_group,None)
     def cbs(): return [Poison({1,2,3}, 'precision')] if rank else []
     with sync_bn_on_cpus(): learn = steps_of_fp32(rank, 3, cbs, not gathers, model=model, loss_func=loss_func)
@@ -332,7 +334,7 @@ def _one_is_looked_into(rank, gathers):
     assert learn.mixed_precision.promoted==['3'] and learn.mixed_precision.reports[0].sentence.startswith('On rank 1: ')
 
 @pytest.mark.parametrize('gathers', [True,False], ids=['gathers','norm with a group'])
-def test_a_look_into_the_batch_of_one_rank_waits_for_nobody(ranks, gathers): ranks(_one_is_looked_into, gathers)
+def test_all_look_together_at_a_fault_of_one_rank(ranks, gathers): ranks(_one_is_looked_into, gathers)
 
 class Silent(nn.Module):
     "0 in half precision, where `on`"
@@ -362,7 +364,17 @@ def _few_samples(rank):
     ran_again(learn, [], 20)
     assert not learn.mixed_precision.reports
 
-def test_predictions_are_compared_on_each_rank_by_itself(ranks): ranks(_few_samples)
+def test_predictions_are_compared_on_all_ranks_together(ranks): ranks(_few_samples)
+
+def _one_writes(rank):
+    "Batches that write to weights are not compared: if those of one rank do, none are, though a norm of all ranks is in the model"
+    class Writes(Callback):
+        def after_pred(self):
+            if rank and self.training: self.model.module[0].weight.detach().mul_(1)
+    with sync_bn_on_cpus(): learn,g = train(rank, 10, n=48, sync_bn=True, cbs=[Writes()])
+    assert len(learn.mixed_precision.history)>16
+
+def test_predictions_are_compared_on_all_ranks_or_on_none(ranks): ranks(_one_writes)
 
 class Always(Callback):
     "A fault in each batch of training, or of validation"
@@ -389,6 +401,9 @@ def _one_overflows(rank, where, sync, ddp):
     assert all(v.isfinite().all() for v in learn.model.state_dict().values())
     assert learn.model[1].num_batches_tracked==4-len(at)
     if sync: same(list(learn.model.buffers()))
+    # with `sync`, statistics are not finite on rank 0 either, which has nothing to do with it
+    told = [(r.verdict,r.sentence[:11]) for r in learn.mixed_precision.reports]
+    assert told==[('data' if where=='forward' else 'divergence','On rank 1: ')]
 
 @pytest.mark.parametrize('where,sync,ddp', [('backward',False,{}),('forward',True,{}),('forward',False,dict(broadcast_buffers=False))],
                          ids=['backward','sync_bn','norms of each rank'])
@@ -421,17 +436,60 @@ class Broadcasts(nn.Module):
 
 def broadcasts(): return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.Tanh(), Broadcasts(), Detour(), nn.Linear(16,1))
 
-def _others_know(rank, which):
-    "What rank 1 cannot judge is no divergence, and rank 0 can judge it"
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        learn,g = train(rank, 3, model=broadcasts, cbs=[Poison({1,2}, 'precision')] if rank in which else [])
+def _draws_together(rank, which):
+    "What rank 0 sends to rank 1 is there in a diagnosis, too"
+    learn,g = train(rank, 3, model=broadcasts, cbs=[Poison({1,2}, 'precision')] if rank in which else [])
     mp = learn.mixed_precision
-    assert [r.verdict for r in mp.reports]==['forward']*(0 in which) and mp.promoted==(['4'] if 0 in which else [])
-    assert mp.history.skipped.tolist()==[0 not in which and i in (1,2) for i in range(6)]
+    assert [r.verdict for r in mp.reports]==['forward'] and mp.promoted==['4'] and mp.n_skipped==0
+    assert mp.reports[0].sentence.startswith('On rank 1: ')==(which==[1])
 
 @pytest.mark.parametrize('which', [[1],[0,1]], ids=['one','all'])
-def test_a_batch_that_only_others_can_judge(ranks, which): ranks(_others_know, which)
+def test_a_batch_for_which_one_rank_sends_what_it_draws(ranks, which): ranks(_draws_together, which)
+
+def _two_faults(rank):
+    "Each rank has a fault of its own: both are kept, and each is told of with its rank"
+    class Turns(Callback):
+        def before_batch(self): self.model.module[3+2*rank].on = self.training and self.train_iter==1
+    def model(): return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), nn.Tanh(), Detour(), nn.Linear(16,16), Detour(), nn.Linear(16,1))
+    learn = steps_of_fp32(rank, 2, lambda: [Turns()], model=model)
+    mp = learn.mixed_precision
+    ran_again(learn, [1], 4)
+    assert mp.promoted==['3','5'] and [r.producer for r in mp.reports]==['3','5']
+    assert [r.sentence[:10] for r in mp.reports]==['On rank 0:','On rank 1:']
+
+def test_each_rank_has_a_fault_of_its_own(ranks): ranks(_two_faults)
+
+def _same_runs(rank):
+    "What one rank keeps in fp32 in a run of a diagnosis, the other keeps as well, at the same scale"
+    from fastai_amp16.case import Case
+    theirs,runs = Case.run,[]
+    def run(self, promoted=(), scale=None, **kwargs):
+        runs.append((list(promoted), scale))
+        return theirs(self, promoted, scale, **kwargs)
+    Case.run = run
+    try: learn,g = train(rank, model=ln_detour, cbs=[Poison({1}, 'precision')] if rank else [])
+    finally: Case.run = theirs
+    assert learn.mixed_precision.promoted==['3'] and len(same(runs))>2
+
+def test_all_ranks_make_the_same_runs(ranks): ranks(_same_runs)
+
+def _diagnosis_fails(rank):
+    "A diagnosis that fails on one rank fails on all, and waits for nobody"
+    from fastai_amp16 import diagnose
+    def broken(*args): raise IndexError('tuple index out of range')
+    before = diagnose._table
+    if rank: diagnose._table = broken
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter('always')
+            learn,g = train(rank, 3, model=ln_detour, cbs=[Poison({1}, 'precision')])
+    finally: diagnose._table = before
+    ran_again(learn, [1], 6)
+    told = same([str(w.message) for w in told if 'diagnosis failed' in str(w.message)])
+    assert len(told)==1 and 'it raises IndexError (tuple index out of range). The batch runs in fp32 instead' in told[0]
+    assert not learn.mixed_precision.promoted and not learn.mixed_precision.reports
+
+def test_a_diagnosis_that_fails_on_one_rank(ranks): ranks(_diagnosis_fails)
 
 class Total(nn.Module):
     "Counts in float64, where `on`"
@@ -494,17 +552,32 @@ class Switch(Callback):
             at = not self.training if self.valid else self.training and self.train_iter%self.of==self.at
             if isinstance(m, Raises): m.on = self.on and at
 
-def _raises(rank, which, valid, sync):
+def _raises(rank, which, valid):
     "In the first of two batches that are accumulated, or in a validation"
     def cbs(): return [GradientAccumulation(16), TerminateOnNaNCallback(), Switch(rank in which, valid)]
-    with sync_bn_on_cpus(): learn = steps_of_fp32(rank, 3, cbs, sync, model=raising, bs=8, metrics=mse)
+    learn = steps_of_fp32(rank, 3, cbs, model=raising, bs=8, metrics=mse)
     mp = learn.mixed_precision
     ran_again(learn, [] if valid else [0], 6)
     assert mp.promoted==['3'] and mp.reports[0].sentence.startswith('On rank 1: ')==(which==[1])
 
-@pytest.mark.parametrize('which,valid,sync', [([1],False,False),([1],True,False),([0,1],False,False),([0,1],True,False),([1],False,True)],
-                         ids=['one-train','one-valid','all-train','all-valid','one-train-sync_bn'])
-def test_what_raises_in_half_precision_is_healed_on_all_ranks(ranks, which, valid, sync): ranks(_raises, which, valid, sync)
+@pytest.mark.parametrize('which,valid', [([1],False),([1],True),([0,1],False),([0,1],True)],
+                         ids=['one-train','one-valid','all-train','all-valid'])
+def test_what_raises_in_half_precision_is_healed_on_all_ranks(ranks, which, valid): ranks(_raises, which, valid)
+
+def _needs_others(rank):
+    "Rank 1 raises after a collective of the model's own, which rank 0 would not answer again: an error on both, and no hang"
+    learn,start = learner(raising).to_fp16_dynamic(),time.monotonic()
+    error = dict(match='(?s)Half precision raised on rank 1 alone.*needs the other ranks') if rank else {}
+    with sync_bn_on_cpus(), pytest.raises(NeedsOthers if rank else RuntimeError, **error) as e:
+        with learn.distrib_ctx(sync_bn=True): fit(learn, 2, cbs=[Switch(rank==1)])
+    clean(learn)
+    assert time.monotonic()-start<timeout+20 and (not rank or 'no half precision here' in str(e.value.__cause__))
+
+def test_what_raises_beside_a_collective_of_the_models_own_is_an_error(tmp_path):
+    "Processes of its own: the group is of no use afterwards"
+    ranks = Processes(accelerated, [])
+    try: ranks(_needs_others)
+    finally: ranks.end()
 
 class Counts(nn.Module):
     "Has a buffer to send that no graph saves: with those of batch norms torch 2.6 raises at two calls, in fp32 as well"
@@ -608,7 +681,8 @@ def no_derivative(): return nn.Sequential(nn.Linear(8,16), Backward(), nn.Linear
 def _raises_backward(rank):
     "After parts of the gradients were sent: no batch can run again"
     learn = learner(no_derivative).to_fp16_dynamic()
-    with pytest.raises(ValueError, match='no derivative'), learn.distrib_ctx(sync_bn=False): fit(learn, 2)
+    with pytest.raises(ValueError, match='no derivative') as e, learn.distrib_ctx(sync_bn=False): fit(learn, 2)
+    assert 'cannot run again' in e.value.__notes__[0]
     assert not learn.mixed_precision.reports and not len(learn.mixed_precision.history)
     clean(learn)
 
@@ -622,19 +696,47 @@ def _two_precisions(rank):
 
 def test_a_second_mixed_precision_is_told_of(ranks): ranks(_two_precisions)
 
-def _alone(rank):
-    "One rank alone asks for a report in a fit, and runs the model before the step; then all can do what they must do together"
+def _asks(rank):
+    "All ranks ask for a report in a fit; one runs the model by itself before the step; then all can do what they must do together"
     class Ask(Callback):
-        order = 50
-        def after_backward(self): self.learn.report = self.learn.diagnose_fp16()
-        def after_pred(self): self.learn.diagnose_fp16()
-        def before_step(self): self.model.module(self.xb[0])
-    learn,g = train(rank, model=ln_mlp, cbs=[Ask()] if rank else [])
+        order,n = 50,0
+        def ask(self):
+            if not self.training or looking(self.learn): return
+            self.learn.report = self.learn.diagnose_fp16()
+            self.n += 1
+        before_batch = after_backward = after_batch = ask
+        def after_pred(self):
+            if not self.training or looking(self.learn): return
+            with pytest.raises(RuntimeError, match='where no backward pass is due'): self.learn.diagnose_fp16()
+        def before_step(self):
+            if rank: self.model.module(self.xb[0])
+    learn,g = train(rank, model=ln_mlp, cbs=[ask := Ask()])
+    refs = train(rank, model=ln_mlp)[1]
+    assert all(map(torch.equal, sum(g.after, []), sum(refs.after, [])))
     ran_again(learn, [], 4)
-    if rank: assert learn.report.verdict=='healthy'
+    assert learn.report.verdict=='healthy' and ask.n==12
     dist.barrier(dist.new_group([0,1]))
 
-def test_what_one_rank_does_by_itself_stops_no_other(ranks): ranks(_alone)
+def test_all_ranks_ask_for_a_report_in_a_fit(ranks): ranks(_asks)
+
+def _asks_early(rank):
+    "A static graph is recorded by the first backward pass, which must be the step's; in fp32, nobody knows where one is due"
+    class Ask(Callback):
+        order,refused = 50,0
+        def before_batch(self):
+            if not self.training or looking(self.learn): return
+            try: self.learn.report = self.learn.diagnose_fp16()
+            except RuntimeError as e:
+                assert (match if self.epoch==self.iter==0 else 'to_fp16_dynamic') in str(e)
+                self.refused += 1
+    match = 'after the first step, since static_graph=True'
+    learn,g = train(rank, 2, model=ln_mlp, cbs=[ask := Ask()], ddp=dict(static_graph=True))
+    assert learn.report.verdict=='healthy' and ask.refused==1
+    match = 'to_fp16_dynamic'
+    together(learner(model=ln_mlp), 2, [ask := Ask()])
+    assert ask.refused==4
+
+def test_a_report_before_the_first_step_of_a_static_graph(ranks): ranks(_asks_early)
 
 def _sharded(rank):
     from torch.distributed.fsdp import FullyShardedDataParallel,fully_shard

@@ -184,7 +184,7 @@ def check_search(index):
     for words,page in answers: assert any(o['location'].startswith(page) and words in o['words'] for o in entries), words
     boosts = {o['location'].split('#')[0]: o['boost'] for o in entries}
     assert not any(o.startswith('source/') for o in boosts) and boosts['tutorials/epsilon.html']>boosts['scaler.html']>boosts['nested.html']
-    assert not any('class _HalfCopies' in o['words'] for o in entries if o['location'].startswith('precision'))
+    assert not any('def _in_half' in o['words'] for o in entries if o['location'].startswith('precision'))
     assert index['config']['fields']['title']['boost']<100 # else a word in a title beats any number of words in a text
 
 def test_site(tmp_path):

@@ -125,12 +125,12 @@ def test_operations_in_the_widest_of_their_dtypes(op, given): assert by_op(op, *
 
 # %% whole models
 @pytest.mark.parametrize('name', ['EfficientNet-B0','RMS norm MLP'])
-def test_ours_launches_fewer_casts_and_nothing_else(name):
+def test_ours_launches_no_more_casts_and_nothing_else(name):
     "Without its casts, a forward pass launches what fp32 does; fastai's `to_fp16` launches what autocast does"
     make,inputs = models[name]
     with fake_cuda(model := make().train()):
         fp32,autocast,fastais,ours = [f(model, inputs().cuda()).count() for f in contenders.values()]
-    assert autocast==fastais and ours[1]<autocast[1] and fp32[1]==0
+    assert autocast==fastais and ours[1]<=autocast[1] and fp32[1]==0
     assert fp32[0]==ours[0]-ours[1]==autocast[0]-autocast[1]
 
 def convs(layout=torch.channels_last):
@@ -139,15 +139,17 @@ def convs(layout=torch.channels_last):
     return nn.Sequential(*layers).to(memory_format=layout)
 
 def test_channels_last_is_kept():
-    "By half-precision copies of the weights, by the casts around norms, and so by all that follows"
+    "By the casts of weights, by those around norms, and so by all that follows"
     def is_last(t): return t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
     with fake_cuda(model := convs()):
         x = torch.empty(2, 3, 8, 8, device='cuda').to(memory_format=torch.channels_last)
         with Kernels() as seen, half_forward(model): model(x)
         large = [(f,t) for f,args,_,res in seen.ops for t in tensors((args[:1],res)) if t.ndim==4 and min(t.shape[1:])>1]
-        assert {f._opname for f,_ in large}>={'convolution','_foreach_copy_','_to_copy','silu','max_pool2d_with_indices'}
+        assert {f._opname for f,_ in large}>={'convolution','_to_copy','silu','max_pool2d_with_indices'}
         assert all(is_last(t) for f,t in large), [(f,t.stride()) for f,t in large if not is_last(t)]
-        assert sum(f._opname=='_to_copy' for f,*_ in seen.ops)==3 # the input; up and down at the group norm
+        weights = [p.shape for p in model.parameters()]
+        casts = [res for f,_,_,res in seen.ops if f._opname=='_to_copy' and res.shape not in weights]
+        assert len(casts)==3 # the input; up and down at the group norm
         assert 'clone' not in {f._opname for f,*_ in seen.ops}
 
 class Reads(list):

@@ -6,7 +6,7 @@ from fastai.basics import Callback,DataLoader,DataLoaders,Learner,nn,partial,set
 from fastai.callback.training import GradientAccumulation
 from fastai.layers import SigmoidRange
 from torch.utils.checkpoint import checkpoint
-from fastai_amp16 import diagnose,healing
+from fastai_amp16 import diagnose,messages
 from fastai_amp16.all import AdamW16
 from fastai_amp16.learner import training_case
 import hostile
@@ -373,7 +373,7 @@ def test_a_progress_bar_tells_only_of_a_diagnosis_that_takes_its_time(silence, m
         comment,last_v = 'as before',3
         def update_bar(self, v): shown.append((v,self.comment))
     shown,bar,learn = [],Bar(),learner(between(Do(times_and_back))).to_fp16_dynamic()
-    monkeypatch.setattr(healing, '_silence', silence)
+    monkeypatch.setattr(messages, '_silence', silence)
     with learn.no_bar(), learn.no_logging():
         learn.progress = SimpleNamespace(pbar=bar)
         learn.fit(1)

@@ -1,9 +1,9 @@
 "The repository agrees with itself: modules match notebooks, notebooks are clean and run, the code is checked by ruff"
-import ast,re,runpy,shutil,subprocess,sys
+import ast,json,re,runpy,shutil,subprocess,sys
 from pathlib import Path
 from types import SimpleNamespace
 import matplotlib.pyplot as plt
-import pytest
+import pytest,torch
 from fastcore.nbio import read_nb
 from nbdev.clean import nbdev_clean
 from nbdev.config import get_config
@@ -15,6 +15,10 @@ root = Path(__file__).parent.parent
 cfg = get_config(root)
 lib = cfg.lib_path.name
 nbs = sorted((root/'nbs').rglob('*.ipynb'), key=lambda o: -o.stat().st_size) # long ones first, so that all processes end together
+
+limits = {'lines of a module': 400, 'lines of a function': 40, 'complexity': 10, 'lines of the package': 3800}
+# TODO: lines that the package is above its limit today
+above_today = 1780
 
 @pytest.fixture(scope='module')
 def fresh(tmp_path_factory):
@@ -57,9 +61,45 @@ def trees():
     for fn in [*cfg.lib_path.glob('*.py'), *(root/'benchmarks').glob('*.py'), *(root/'tools').glob('*.py')]:
         if fn.name!='_modidx.py': yield fn.name,ast.parse(fn.read_text())
 
+def of_package(): return {fn: ast.parse(fn.read_text()) for fn in cfg.lib_path.glob('*.py') if fn.name!='_modidx.py'}
+def lines(fn): return len(fn.read_text().splitlines())
+
+def test_modules_are_short():
+    assert {fn.name: n for fn in of_package() if (n:=lines(fn))>limits['lines of a module']}=={}
+
+def test_the_package_is_small(): assert sum(map(lines, of_package()))<=limits['lines of the package']+above_today
+
 def test_functions_are_short():
     functions = [(name,o) for name,tree in trees() for o in ast.walk(tree) if isinstance(o, ast.FunctionDef)]
-    assert len(functions)>300 and not [f'{name}: {o.name}' for name,o in functions if o.end_lineno-o.lineno>=45]
+    most = limits['lines of a function']
+    assert len(functions)>300 and not [f'{name}: {o.name}' for name,o in functions if o.end_lineno-o.lineno>=most]
+
+def test_functions_are_simple():
+    "By ruff's measure"
+    options = ['--select', 'C901', '--config', f"lint.mccabe.max-complexity={limits['complexity']}", '--output-format', 'json']
+    res = subprocess.run([sys.executable, '-m', 'ruff', 'check', lib, *options], cwd=root, capture_output=True, text=True)
+    assert {re.search('`(.*)`', o['message'])[1] for o in json.loads(res.stdout)}==set()
+
+def is_torchs(name):
+    "Is this an attribute of torch's tensors or modules that is private to torch?"
+    return bool(re.match('_[^_]', name)) and any(hasattr(o, name) for o in (torch.Tensor,torch.nn.Module()))
+
+def private_to_torch(tree):
+    "The names private to torch that a module uses: below `torch`, imported from there, and attributes of others than `self`"
+    for o in ast.walk(tree):
+        if isinstance(o, ast.ImportFrom) and (o.module or '').startswith('torch'):
+            yield from (n for n in (*o.module.split('.'),*(a.name for a in o.names)) if n.startswith('_'))
+        elif isinstance(o, ast.Attribute):
+            text = ast.unparse(o)
+            if text.startswith('torch.'): yield from (n for n in text.split('.') if re.match('_[^_]', n))
+            elif is_torchs(o.attr) and text.split('.')[0]!='self': yield o.attr
+        elif isinstance(o, ast.Constant) and isinstance(o.value, str) and is_torchs(o.value): yield o.value
+
+def test_names_private_to_torch_are_in_one_module():
+    found = {fn.stem: set(private_to_torch(tree)) for fn,tree in of_package().items() if fn.stem!='private'}
+    assert {k: names for k,names in found.items() if names}=={}
+    assert {*private_to_torch(ast.parse('from torch._a import b; torch._C.f(t._base, getattr(m, "_parameters"), self._base)'))}=={
+        '_a','_C','_base','_parameters'}
 
 def test_nothing_private_is_imported_from_another_module():
     imports = [(name,o) for name,tree in trees() for o in ast.walk(tree)

@@ -87,14 +87,16 @@ def test_text_learner_loads_its_scale(tmp_path):
     ds = Items([(torch.randint(0, 9, (5,)),torch.tensor(1)) for _ in range(16)])
     class Model(nn.Sequential):
         def reset(self): pass
-    def new():
+    def new(**kwargs):
         model = Model(nn.Embedding(9,4), nn.Flatten(), nn.Linear(20,2))
         dls,loss_func = DataLoaders(*[DataLoader(ds, bs=8)]*2),nn.CrossEntropyLoss()
-        learn = TextLearner(dls, model, loss_func=loss_func, path=tmp_path, splitter=lambda m: [list(m.parameters())])
+        learn = TextLearner(dls, model, loss_func=loss_func, path=tmp_path, splitter=lambda m: [list(m.parameters())], **kwargs)
         return learn.remove_cbs([RNNCallback, RNNRegularizer])
     a = fit(new().to_fp16_dynamic(init_scale=8.), 1)
     a.save('t')
-    assert new().to_fp16_dynamic().load('t').mixed_precision.scaler.get_scale()==8
+    b = new(cbs=DynamicMixedPrecision())
+    with b.no_bar(), b.no_logging(): b.validate()
+    for o in (new().to_fp16_dynamic(),b): assert o.load('t').mixed_precision.scaler.get_scale()==8
 
 class Hostile(Poison): order = 6 # after `Poison`, which switches detours off
 

@@ -2,16 +2,16 @@
 import math
 import pytest
 from hypothesis import given,strategies as st
-from fastai_amp16.step import Next,Outcome,StepRecord,next_scale,what_next
+from fastai_amp16.step import Next,Outcome,Step,next_scale,what_next
 
 def drive(record, start, limit, most=50):
     "The loss scales that are tried, from `start`, where gradients are finite at `limit` and below; and what ends that"
-    tried,scale = [],start
+    tried,record.scale = [],start
     for _ in range(most):
-        tried.append(scale)
-        what,new = what_next(record, Outcome.fine if scale<=limit else Outcome.overflow, scale)
+        tried.append(record.scale)
+        what,new = what_next(record, Outcome.fine if record.scale<=limit else Outcome.overflow)
         if what is not Next.again: return tried,what
-        scale = new
+        record.scale = new
     raise AssertionError(f'no end: {tried}')
 
 def powers(*exponents): return [2.**e for e in exponents]
@@ -19,17 +19,17 @@ def powers(*exponents): return [2.**e for e in exponents]
 # --- the first scale
 
 def test_a_scale_that_fits_is_tried_once():
-    assert drive(StepRecord(2.**-14), 2.**16, 2.**20)==([2.**16], Next.step)
+    assert drive(Step(floor=2.**-14), 2.**16, 2.**20)==([2.**16], Next.step)
 
 def test_from_2_to_the_24_to_2_to_the_13_in_at_most_eight_runs():
-    tried,what = drive(StepRecord(2.**-14), 2.**24, 2.**13)
+    tried,what = drive(Step(floor=2.**-14), 2.**24, 2.**13)
     assert what is Next.step and len(tried)<=8 and tried[-1]==2.**12 # one power of two is left for the next batch
 
 quarters = st.integers(-120, 120).map(lambda n: n/4)
 
 @given(start=st.integers(-14, 24), limit=quarters)
 def test_every_search_ends_at_a_scale_that_fits_with_one_power_of_two_to_spare(start, limit):
-    tried,what = drive(StepRecord(2.**-14), 2.**start, 2.**limit)
+    tried,what = drive(Step(floor=2.**-14), 2.**start, 2.**limit)
     fits = math.floor(limit)
     assert tried==list(dict.fromkeys(tried)) or tried[-1] in tried[:-1] # at most the last one has been tried before
     assert all(2.**-14<=s<=2.**start for s in tried) and len(tried)<=9
@@ -39,15 +39,15 @@ def test_every_search_ends_at_a_scale_that_fits_with_one_power_of_two_to_spare(s
 
 @given(start=st.integers(10, 24), limit=quarters)
 def test_a_scale_within_24_powers_of_two_is_found_without_a_diagnosis(start, limit):
-    if start-limit<24: assert drive(StepRecord(2.**-14), 2.**start, 2.**limit)[1] is Next.step
+    if start-limit<24: assert drive(Step(floor=2.**-14), 2.**start, 2.**limit)[1] is Next.step
 
 @given(start=st.floats(1, 2.**24), limit=st.floats(1, 2.**24))
 def test_scales_that_are_no_powers_of_two_are_searched_as_well(start, limit):
-    tried,what = drive(StepRecord(2.**-14), start, limit)
+    tried,what = drive(Step(floor=2.**-14), start, limit)
     assert what is Next.step and tried[-1]<=limit and (tried[-1]==start or tried[-1]>limit/8)
 
 def test_a_search_ends_at_the_floor():
-    tried,what = drive(StepRecord(2.**4), 2.**8, 2.**2)
+    tried,what = drive(Step(floor=2.**4), 2.**8, 2.**2)
     assert tried==powers(8, 4) and what is Next.diagnose
 
 # --- an outlier, where steps were taken before
@@ -55,12 +55,12 @@ def test_a_search_ends_at_the_floor():
 @pytest.mark.parametrize('limit,tried', [(15, powers(16, 15)), (14, powers(16, 15, 14)), (13, powers(16, 15, 14, 6)),
                                          (0, powers(16, 15, 14, 6))])
 def test_a_settled_scale_is_halved_twice_before_it_falls_far(limit, tried):
-    res,what = drive(StepRecord(2.**-14, settled=True), 2.**16, 2.**limit)
+    res,what = drive(Step(floor=2.**-14, settled=True), 2.**16, 2.**limit)
     assert res==tried and what is (Next.step if limit<16 and tried[-1]<=2.**limit else Next.diagnose)
 
 @given(start=st.integers(-14, 24), limit=quarters)
 def test_for_a_single_batch_at_most_four_scales_are_tried(start, limit):
-    tried,what = drive(StepRecord(2.**-14, settled=True), 2.**start, 2.**limit)
+    tried,what = drive(Step(floor=2.**-14, settled=True), 2.**start, 2.**limit)
     assert len(tried)<=4 and (what is Next.step)==(tried[-1]<=2.**limit)
 
 # --- what no scale answers
@@ -69,9 +69,10 @@ def again(record, *outcomes):
     "What comes after each of the `outcomes`; an attempt in fp32 follows a `Next.reference`"
     res = []
     for o in outcomes:
-        res.append(what_next(record, o, 2.**10)[0])
-        record.in_fp32 = res[-1] is Next.reference
-        record.looks += res[-1] is Next.diagnose
+        record.scale = 2.**10
+        res.append(what_next(record, o)[0])
+        record.kind = Next.reference if res[-1] is Next.reference else Next.again
+        record.diagnoses += res[-1] is Next.diagnose
     return res
 
 fine,overflow,broken = Outcome.fine,Outcome.overflow,Outcome.broken
@@ -79,50 +80,50 @@ fine,overflow,broken = Outcome.fine,Outcome.overflow,Outcome.broken
 @pytest.mark.parametrize('attrs,outcomes,nexts', [
     (dict(floor=1.), [broken], [Next.diagnose]), # a forward pass: no scale is tried
     (dict(floor=1.), [broken,broken,broken], [Next.diagnose,Next.diagnose,Next.fp32]), # what the first one mended may uncover another fault
-    (dict(floor=2.**10, looks=2), [overflow], [Next.fp32]),
-    (dict(floor=2.**10, looks=2, mends=False), [overflow], [Next.skip]),
-    (dict(in_fp32=True, fp32_counts=True), [fine], [Next.step]),
-    (dict(in_fp32=True, fp32_counts=True), [broken], [Next.skip]),
+    (dict(floor=2.**10, diagnoses=2), [overflow], [Next.fp32]),
+    (dict(floor=2.**10, diagnoses=2, can_heal=False), [overflow], [Next.skip]),
+    (dict(kind=Next.fp32), [fine], [Next.step]),
+    (dict(kind=Next.fp32), [broken], [Next.skip]),
     (dict(), [overflow], [Next.diagnose]), # bf16
     (dict(static=True), [overflow], [Next.skip]),
     (dict(static=True), [broken], [Next.diagnose]), # that is not the scale's fault
-    (dict(possible=False, floor=1.), [overflow], [Next.skip]),
-    (dict(possible=False, floor=1.), [broken], [Next.skip]),
-    (dict(possible=False, floor=1.), [fine], [Next.step]),
-    (dict(lost=True, floor=1.), [fine], [Next.skip]), # a run that only arrives where the step would begin
-    (dict(lost=True, floor=1.), [overflow], [Next.skip]),
-    (dict(asks_first=True, floor=1.), [overflow,broken], [Next.reference,Next.skip]), # fp32 cannot hold it either: one more run, no more
-    (dict(asks_first=True, floor=1.), [overflow,overflow], [Next.reference,Next.skip]),
-    (dict(asks_first=True, floor=1.), [broken,broken], [Next.reference,Next.skip]),
-    (dict(asks_first=True, floor=1.), [broken,fine], [Next.reference,Next.diagnose]), # half precision is at fault
-    (dict(asks_first=True, floor=1.), [fine], [Next.step])])
-def test_what_comes_next(attrs, outcomes, nexts): assert again(StepRecord(**attrs), *outcomes)==nexts
+    (dict(can_rerun=False, floor=1.), [overflow], [Next.skip]),
+    (dict(can_rerun=False, floor=1.), [broken], [Next.skip]),
+    (dict(can_rerun=False, floor=1.), [fine], [Next.step]),
+    (dict(unusable=True, floor=1.), [fine], [Next.skip]), # a run that only arrives where the step would begin
+    (dict(unusable=True, floor=1.), [overflow], [Next.skip]),
+    (dict(fp32_first=True, floor=1.), [overflow,broken], [Next.reference,Next.skip]), # fp32 cannot hold it either: one more run, no more
+    (dict(fp32_first=True, floor=1.), [overflow,overflow], [Next.reference,Next.skip]),
+    (dict(fp32_first=True, floor=1.), [broken,broken], [Next.reference,Next.skip]),
+    (dict(fp32_first=True, floor=1.), [broken,fine], [Next.reference,Next.diagnose]), # half precision is at fault
+    (dict(fp32_first=True, floor=1.), [fine], [Next.step])])
+def test_what_comes_next(attrs, outcomes, nexts): assert again(Step(**attrs), *outcomes)==nexts
 
 def test_a_step_of_the_fp32_reference_is_never_taken():
     for outcome in Outcome:
-        for lost in (False,True): assert what_next(StepRecord(1., in_fp32=True, lost=lost), outcome)[0] in (Next.skip,Next.diagnose)
+        for lost in (False,True): assert what_next(Step(kind=Next.reference, unusable=lost), outcome)[0] in (Next.skip,Next.diagnose)
 
 def test_what_was_mended_may_try_all_scales_again():
-    record = StepRecord(2.**-14, asks_first=True)
+    record = Step(floor=2.**-14, fp32_first=True)
     drive(record, 2.**16, 2.**-20)
-    record.begin_anew()
+    record.search_anew()
     assert drive(record, 2.**16, 2.**9)[1] is Next.step and record.fits
 
 @given(st.data(), st.booleans(), st.booleans(), st.sampled_from([None, 2.**-14, 2.**16]), st.booleans())
 def test_whatever_comes_out_of_the_attempts_the_step_ends(data, settled, asks_first, floor, static):
     "Also where the same scale fits now and then; the step is taken only after a fine attempt, at a scale within the bounds"
-    record,scale,kind = StepRecord(floor, static, settled, asks_first=asks_first),2.**16,st.sampled_from(list(Outcome))
+    record,kind = Step(floor=floor, static=static, settled=settled, fp32_first=asks_first, scale=2.**16),st.sampled_from(list(Outcome))
     for n in range(40):  # noqa: B007
         outcome = data.draw(kind)
-        what,new = what_next(record, outcome, scale)
+        what,new = what_next(record, outcome)
         if what in (Next.step,Next.skip): break
-        record.in_fp32 = what is Next.reference
+        record.kind = Next.reference if what is Next.reference else Next.again
         if what is Next.again:
-            scale = new
-            assert new is not None and (floor or 0)<=scale<=2.**16 and not static
+            record.scale = new
+            assert new is not None and (floor or 0)<=new<=2.**16 and not static
         if what is Next.diagnose:
-            record.looks += 1
-            if data.draw(st.booleans()): record.begin_anew()
+            record.diagnoses += 1
+            if data.draw(st.booleans()): record.search_anew()
     assert n<39
     if what is Next.step: assert outcome is fine and not record.in_fp32
     if what is Next.skip and not static: assert outcome is not fine or record.in_fp32
