@@ -201,8 +201,8 @@ class DynamicMixedPrecision(MixedPrecision):
             self.begin_step(vars(self.learn)['_entry'], False, is_second=self.step is not None)
         step = self.step
         if step.ends and step.ends(self.loss): raise Left
-        if self.ranks.size>1 and self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)): # that all may end together
-            self.learn.loss = torch.full_like(self.loss, self.ranks.read([self.loss.mean()])[0]/self.ranks.size)
+        if step.ranks.size>1 and self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)): # that all may end together
+            self.learn.loss = torch.full_like(self.loss, step.ranks.read([self.loss.mean()])[0]/step.ranks.size)
         if not self.wraps_backward: step.begin_backward(watch=True)
 
     def after_backward(self):

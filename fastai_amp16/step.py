@@ -135,7 +135,7 @@ class Step:
         norm,loss = total_norm(grads),0 if self.loss_sign is None else self.loss_sign
         signs = self.batches.model_state.verdict(norm.device),loss,0*total_norm(grad_values(others)) if others else 0
         raised = self.ranks.size>1 and self.error is not None
-        norm,carried,loss,others,raised,silent = self.ranks.read([norm, *signs, int(raised), int(self.silent)])
+        norm,carried,loss,others,raised,silent = self.ranks.read([norm, *signs, int(raised), int(self.silent and not self.in_fp32)])
         if raised: self.fp32_first = False # all ranks look into it
         is_fine,norm = math.isfinite(norm+carried+others) and not raised and not silent,norm/self.ranks.size
         if is_fine: self.outcome,self.norm = Outcome.fine,norm
