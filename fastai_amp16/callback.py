@@ -50,6 +50,7 @@ class DynamicMixedPrecision(MixedPrecision):
     _stateattrs = ('plan','ranks','step','states','resumed','left_out','context')
     plan = ranks = step = states = resumed = step_norm = left_out = context = None
     randoms,skipped,met = (),False,False
+    looks,told = False,None # is it used for a report? what was said last of other mixed precisions
     wraps_backward = False # does `around_backward` scale the loss? Else a learner's own code calls these events
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
     __signature__ = None # that of `__init__`, not that of the parent class

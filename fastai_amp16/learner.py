@@ -94,7 +94,7 @@ def looking(
 ) -> bool:
     "Does `learn` run a batch only to look at it, without keeping its effects?"
     mp = running(learn)
-    return bool(mp and (vars(mp).get('looks') or mp.step and mp.step.ends))
+    return bool(mp and (mp.looks or mp.step and mp.step.ends))
 
 # %% ../nbs/19_learner.ipynb #2db57a38
 @contextmanager
@@ -109,7 +109,7 @@ def only_last(
     work = mixed[mixed.index(ours[-1])+1:] or ours[-1:] if ours else mixed
     off = [(cb,cb.run) for cb in mixed if cb not in work]
     if ours: _save_more(type(learn))
-    if off and (says := _replaces(work[-1], [cb for cb,_ in off])) and says!=vars(ours[-1]).get('told'):
+    if off and (says := _replaces(work[-1], [cb for cb,_ in off])) and says!=ours[-1].told:
         print(says)
         ours[-1].told = says
     for cb,_ in off:

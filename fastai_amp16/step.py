@@ -21,7 +21,7 @@ from .scaler import DynamicScaler
 # %% ../nbs/09_step.ipynb #20cfd3dd
 class Outcome(Enum):
     "The result of an attempt"
-    fine = 'loss, statistics and gradients are finite'
+    fine = 'gradients and statistics are finite'
     overflow = 'the loss is finite, but the gradients are not: a lower loss scale may help'
     broken = 'the forward pass is not finite, or an exception was raised: no loss scale helps'
 
@@ -32,7 +32,7 @@ class Next(Enum):
     reference = 'run the batch again in fp32, to see whether half precision is at fault at all'
     diagnose = 'find out what is at fault, and keep it in fp32'
     fp32 = 'run the batch again in fp32 and take that step, since nothing else helps'
-    skip = 'restore everything, and continue with the next batch'
+    skip = 'restore the modules, drop the gradients, and continue with the next batch'
 
 # %% ../nbs/09_step.ipynb #a0614118
 _coarse = 2.**-8 # two such factors span the range that fp16 holds in full precision
