@@ -134,7 +134,7 @@ class Entry:
 
     def _place(self, model):
         self._remove()
-        remove_stand_ins(model.modules()) # what a Ctrl-C left
+        remove_stand_ins(model.modules(), of_all=True) # what a Ctrl-C left, or a fit around this one, which puts them back
         self.model,self.casts,places = model,SharedCasts([*model.parameters()]),self._places(model)
         self.modules = list(dict.fromkeys(m for m,_ in places)) # noted before, since a Ctrl-C may come in between
         self.placed = [self._put(m, k) for m,k in places]

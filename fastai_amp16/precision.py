@@ -207,13 +207,14 @@ def put_stand_in(
     vars(m).setdefault('__reduce_ex__', functools.partial(_as_outside, m))
 
 def remove_stand_ins(
-    modules # Modules that may have some
+    modules, # Modules that may have some
+    of_all:bool=False # Those in use as well? Their owner puts them back when it runs its next batch
 ):
-    "Remove the stand-ins whose owner does not use them any more, those that a Ctrl-C left behind among them"
+    "Remove the stand-ins whose owner does not use them any more"
     for m in modules:
         attrs = vars(m)
         for k in ('forward',compiled_call):
-            while (s := _behind(attrs.get(k))) and not s.owner.standing:
+            while (s := _behind(attrs.get(k))) and (of_all or not s.owner.standing):
                 if s.module is not m: attrs[k] = own_forward(s.module) or MethodType(type(s.module).forward, s.module) # it was borrowed
                 elif s.stands_for is not None: attrs[k] = s.stands_for
                 else: del attrs[k]
