@@ -76,7 +76,9 @@ def runs_again(scaler, room):
     "What this package does: runs the batch again until its gradients are finite"
     step,reruns,what = Step(floor=scaler.min_scale, settled=scaler.settled, scale=scaler.get_scale()),0,None
     while what is not Next.step:
-        what,lower = what_next(step, Outcome.overflow if math.log2(step.scale)>room else Outcome.fine)
+        outcome = Outcome.overflow if math.log2(step.scale)>room else Outcome.fine
+        step.note(outcome)
+        what,lower = what_next(step, outcome)
         if what is Next.skip: return None,reruns
         if what is Next.diagnose: # it measures the gradients
             step.fails.clear()

@@ -48,7 +48,7 @@ class DynamicMixedPrecision(MixedPrecision):
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
     _stateattrs = ('plan','ranks','step','states','resumed','left_out','context')
-    plan = ranks = step = states = resumed = step_norm = left_out = context = None
+    plan = ranks = step = states = resumed = left_out = context = None
     randoms,skipped,met = (),False,False
     looks,told = False,None # is it used for a report? what was said last of other mixed precisions
     wraps_backward = False # does `around_backward` scale the loss? Else a learner's own code calls these events
@@ -107,6 +107,10 @@ class DynamicMixedPrecision(MixedPrecision):
         "How many times batches ran again"
         return self.log.n_rerun
     @property
+    def step_norm(self) -> float: # `None` where it is not known
+        "The norm of the gradients of the present step, before clipping"
+        return self.step.norm if self.step else None
+    @property
     def history(self) -> pd.DataFrame:
         "A row for each step since you created the callback: `step`, `loss_scale`, `reruns`, `skipped` and `grad_norm` (before clipping)"
         return self.log.frame()
@@ -150,8 +154,6 @@ class DynamicMixedPrecision(MixedPrecision):
 
     def begin_fit(self, goes_on): # True with a `start_epoch`
         "Check what is to be trained; `goes_on`: does the fit continue an earlier one?"
-        names = {n for n,_ in unwrap(self.learn.model).named_modules()}
-        self.promoted = [o for o in self.promoted if o.rstrip('.') in names] # the rest was of another model
         plan,held = self.ready(),[p for pg in self.opt.param_lists for p in pg]
         if held and not {*held} & {*plan.params}:
             raise ValueError("The optimizer holds none of the model's parameters: call learn.create_opt() after you replace learn.model.")
@@ -214,29 +216,24 @@ class DynamicMixedPrecision(MixedPrecision):
 
     def before_step(self):
         step = self.step
-        if step.ends: raise Left
-        cancelled = step.loss_sign is None and self.ranks.size==1 # the backward pass; for what half precision has done to the loss?
-        if cancelled and not self.loss.isfinite().all(): step.outcome,step.norm = Outcome.broken,math.nan
-        else: step.judge()
-        if step.outcome is None: return # there are no gradients
-        what = step.next[0] if step.next else step.decide()
-        if what is Next.step: self.take_step()
-        elif what is not Next.skip: raise Left
-        elif cancelled: step.done = True # as in fp32
-        else: self.skip_step()
+        what = step.settle()
+        if what is Next.step: step.decided_at = step.batches.entry.passes
+        elif what is Next.skip and step.lacks_backward: step.done = True # as in fp32
+        elif what is Next.skip: self.skip_step()
+
+    def after_step(self): # the optimizer has taken it
+        step = self.step
+        if step is None or step.decided_at is None or step.done: return
+        self.take_step()
+        # if the model runs again in this batch, a second step begins; it cannot run again, since the weights have changed
+        step.batches.entry.at_next = partial(self.begin_step, step.batches.entry, False, is_second=True)
 
     def after_cancel_step(self): # half precision may be why another callback has cancelled it
         step = self.step
-        if not step or step.done: return
-        if step.ends: raise Left
-        step.judge()
-        if step.outcome is not None and step.decided_at is None:
-            what = step.next[0] if step.next else step.decide()
-            if what not in (Next.step,Next.skip): raise Left
-            if what is Next.skip: step.batches.put_back()
+        if step is None or step.done: return
+        if step.decided_at is not None: self.take_step()
+        elif step.settle() is Next.skip: step.batches.put_back()
         step.done = True
-
-    def after_step(self): pass # the scaler was updated in `before_step`
 
     def after_batch(self): # the recorder leaves out the loss of a skipped step if it is not finite
         lost = self.skipped or self.step is not None and self.step.is_skipped # the latter for accumulated gradients
@@ -260,48 +257,35 @@ class DynamicMixedPrecision(MixedPrecision):
             if batches.have_graphs and type(self.learn)._backward is Learner._backward: self.learn.loss_grad.backward(retain_graph=True)
             else: f()
         finally: batches.gradients.end_backward()
-        if self.step.ends: raise Left # before other code uses the gradients
-        if self.step.is_skipped: return
-        self.step.judge()
-        if self.step.outcome in (None,Outcome.fine): return # so far: there may be more gradients before the step
-        if self.step.decide() is not Next.skip: raise Left
-        for p in batches.gradients.held(): p.grad.zero_() # the step is skipped: no other code should use these
+        if self.step.settle(waits=True) is Next.skip:
+            for p in batches.gradients.held(): p.grad.zero_() # no other code should use these
 
     def around_step(self, f): # Function without arguments
         "Run `f`, the step of the optimizer; if the model ran after the gradients were judged, as in SAM, look at them once more"
         step = self.step
         if step is not None and step.decided_at is not None and step.batches.entry.passes!=step.decided_at:
             params = grad_params(self.opt)
-            if params and not math.isfinite(total_norm(grad_values(params)).item()): # on each rank: all have the same
-                self.log.undo()
-                self.scales.pop()
+            if step.is_skipped or params and not math.isfinite(total_norm(grad_values(params)).item()): # the same on all ranks
                 step.can_rerun,step.outcome,step.norm = False,Outcome.broken,math.inf # what happened since then cannot be repeated
                 self.skip_step()
         f()
-        # if the model runs again in this batch, a second step begins; it cannot run again, since the weights have changed
-        if step is not None and step.done: step.batches.entry.at_next = partial(self.begin_step, step.batches.entry, False, is_second=True)
 
     # The end of a step
 
     def take_step(self):
-        "Note that the step is taken, before the optimizer takes it"
+        "Note that the step was taken"
         step = self.step
-        self.comparison.plan(step, len(self.log.steps))
-        self.log.add(step.scale, step.reruns, False, step.norm)
+        self.end_step(step.scale, False)
         self.scaler.took(step.scale)
         self.scales.append(step.scale)
-        self.step_norm,step.decided_at,step.done = step.norm,step.batches.entry.passes,True
 
     def skip_step(self):
         "Restore everything, count the skipped step, and end the fit if too many batches in a row could not be used"
         step,s = self.step,self.scaler
-        self.comparison.plan(step, len(self.log.steps))
-        self.skipped = True
-        self.log.add(s.get_scale(), step.reruns, True, step.norm)
+        overflows,scaled,self.skipped = step.outcome is Outcome.overflow,s.get_scale(),True
+        self.end_step(scaled, True)
         step.batches.put_back()
         self.ranks.forget()
-        step.done = True
-        overflows,scaled = step.outcome is Outcome.overflow,s.get_scale()
         if not step.can_rerun and overflows and s.is_enabled() and scaled>s.min_scale and s.dynamic:
             self.log.unsaved -= 1
             s.update(found_inf=True) # as a scaler does that skips
@@ -310,6 +294,13 @@ class DynamicMixedPrecision(MixedPrecision):
         elif not step.can_rerun and self.rerun: self.say_once(cannot_rerun)
         if self.log.unsaved>=self.patience and self.on_spiral=='heal': self.end_fit()
         raise CancelStepException()
+
+    def end_step(self, scale, skipped):
+        "Add the step to the history, and plan when predictions are compared next"
+        step = self.step
+        self.comparison.plan(step, len(self.log.steps))
+        self.log.add(scale, step.reruns, skipped, step.norm)
+        step.done = True
 
     def end_fit(self):
         "End the fit, and say why"
@@ -325,15 +316,16 @@ class DynamicMixedPrecision(MixedPrecision):
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
         s = self.scaler
-        batches,searches = Batches(self.learn, entry, *self.states),can_rerun and s.is_enabled() and s.dynamic
-        self.step = Step(batches, self.ranks, s.min_scale if searches else None, s.is_enabled() and not s.dynamic, s.settled, self.rerun,
-                         can_rerun, self.on_spiral!='warn', asks_first(self.log.vain), is_second=is_second)
-        self.step.scale = self.step.first_scale = s.get_scale()
+        scales = s.is_enabled()
+        self.step = Step(Batches(self.learn, entry, *self.states), self.ranks, scale=s.get_scale(), settled=s.settled,
+                         floor=s.min_scale if can_rerun and scales and s.dynamic else None, static=scales and not s.dynamic,
+                         rerun=self.rerun, can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=asks_first(self.log.vain),
+                         is_second=is_second)
 
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
         "Note the present state, so that the batch can run again"
         self.ready(entry)
-        self.step_norm,self.skipped,entry.came_in = None,False,[]
+        self.skipped,entry.came_in = False,[]
         first = self.step is None
         if first: self.begin_step(entry, self.rerun)
         if self.step.in_fp32: entry.plan = None # as in the batches before this one
@@ -344,7 +336,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def around_batch(self, entry, # The `Entry` of the fit or the validation
                      f): # Function without arguments
         "Run `f`, which processes one batch, until its step is taken or skipped"
-        outer,training,goes_on = self.step,self.training,False
+        outer,training,cancelled,goes_on = self.step,self.training,False,False
         if not training: self.step = None # a validation between accumulated batches is not part of their step
         try:
             self.begin_batch(entry)
@@ -352,35 +344,34 @@ class DynamicMixedPrecision(MixedPrecision):
             while not self.step.attempt(go, f) and self.learn is not None: go = self.next_attempt(f) # a callback may have removed this one
             goes_on = True
         except not_faults as e:
-            goes_on = isinstance(e, CancelBatchException) # its gradients are accumulated
+            goes_on = cancelled = isinstance(e, CancelBatchException) # its gradients may be accumulated
             raise
         except BaseException:
-            if training and self.step and not self.step.done: self.step.batches.put_back()
+            if training and self.step and not self.step.is_decided: self.step.batches.put_back()
             raise
-        finally: self.end_batch(entry, outer, goes_on, training)
+        finally:
+            step,entry.asks,entry.at_next = self.step,None,None
+            entry.end_batch()
+            if step: self.log.vain,step.in_vain = self.log.vain+step.in_vain,0
+            if not training: self.step = outer
+            elif step and self.learn is not None: self.end_batch(goes_on, cancelled)
 
     def next_attempt(self, f): # A function that makes it
         "Prepare the next attempt"
         step,(what,scale) = self.step,self.step.next
         if what is Next.diagnose: what,scale = heal(self, f)
-        step.begin_attempt(what, scale if what is Next.again else self.scaler.get_scale())
+        step.begin_attempt(what, scale or self.scaler.get_scale())
         self.ranks.forget()
         return partial(step.batches.run, f, None if step.in_fp32 else self.plan)
 
-    def end_batch(self, entry, # The `Entry` of the fit or the validation
-                  outer, # The step around a validation
-                  goes_on, # May the fit go on?
-                  training): # Is it a training batch?
-        "Forget the step if it is done"
-        step,entry.asks,entry.at_next = self.step,None,None
-        entry.end_batch()
-        if step: self.log.vain,step.in_vain = self.log.vain+step.in_vain,0
-        if not training: self.step = outer
-        elif step and self.learn is not None:
-            step.notice_bare()
-            if step.is_bare: self.say_once(bare_step)
-            if not goes_on: self.drop_step()
-            elif step.done or step.is_second or step.dropped: self.step = None
+    def end_batch(self, goes_on, # May the fit go on?
+                  cancelled): # Did a callback cancel the batch?
+        "Forget the step of a training batch, unless its gradients wait for the next batch"
+        step = self.step
+        if is_bare := step.is_bare: self.say_once(bare_step)
+        if not goes_on: self.drop_step()
+        elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
+        else: step.batches.wait()
 
     @contextmanager
     def asking(self, entry): # The `Entry` of the fit, or a new one

@@ -24,8 +24,7 @@ class Gradients:
         model_state:ModelState # State of its modules
     ):
         self.learn,self.model_state = learn,model_state
-        some = model_state.trained[::len(model_state.trained)//8+1] # a sample: all have gradients, or none, except layers never used
-        self.zeros = any(p.grad is not None for p in some)
+        self.zeros = any(p.grad is not None for p in model_state.some) # all have gradients, or none, except layers never used
         self.scale = 1. # what they are multiplied by now
         self.leaves = {} # tensors outside the model that get gradients from the loss, with the gradients they had before
         self.true_loss = None # `learn.loss_grad`, while that is multiplied by the loss scale

@@ -77,7 +77,6 @@ class Step:
     # the present attempt
     kind:Next = Next.again # In half precision (`again`), or in fp32 (`fp32`, or `reference`, which takes no step)
     scale:float = 1. # The loss scale
-    first_scale:float = 1. # That of the first attempt
     ends:Callable = None # In a look: takes the loss, and says whether the batch ends before the backward pass
     outcome:Outcome = None # What came out, as far as known
     norm:float = None # Norm of the gradients
@@ -91,8 +90,6 @@ class Step:
     failed:bool = False # Did a diagnosis fail?
     # its end
     done:bool = False # Was the step taken, skipped or cancelled?
-    dropped:bool = False # Was its batch cancelled before it had gradients?
-    is_bare:bool = False # Was it taken without fastai's events?
     in_vain:int = 0 # Number of batches without a step that nothing could save
     is_second:bool = False # Did an earlier step end in the same batch?
 
@@ -105,6 +102,21 @@ class Step:
     def is_skipped(self) -> bool:
         "Is it decided that the step is skipped?"
         return self.next is not None and self.next[0] is Next.skip
+
+    @property
+    def is_decided(self) -> bool:
+        "Is it decided that the step is taken, or is it done?"
+        return self.done or self.decided_at is not None
+
+    @property
+    def is_bare(self) -> bool:
+        "Were weights changed in a training batch without fastai's events?"
+        return not self.done and self.outcome is None and self.batches.has_changed()
+
+    @property
+    def lacks_backward(self) -> bool:
+        "Has a callback cancelled the backward pass?"
+        return self.loss_sign is None and self.ranks.size==1
 
     def begin_attempt(self,
         kind:Next, # `again`, `fp32` or `reference`
@@ -125,8 +137,12 @@ class Step:
 
     def judge(self):
         "Find out what came of the gradients by one read of the device, unless that is known and nobody has written to them since"
+        learn = self.batches.learn
         self.batches.gradients.end_backward() # that of code which scales a loss of its own
-        params = grad_params(self.batches.learn.opt)
+        if self.lacks_backward and not learn.loss.isfinite().all(): # because of what half precision has done to the loss?
+            self.outcome,self.norm = Outcome.broken,math.nan
+            return
+        params = grad_params(learn.opt)
         if self.is_skipped or not params: return
         grads,held = grad_values(params),{*map(id, params)}
         now = [p.grad for p in params],sum(version(p.grad) for p in params)
@@ -151,8 +167,26 @@ class Step:
         searches = self.fails or self.kind is Next.reference
         if self.can_rerun and (outcome is not Outcome.fine or searches): # if one rank cannot run its batches again, none does
             self.can_rerun = not any(self.ranks.read([int(not self.batches.can_rerun())]))
+        self.note(outcome)
         self.next = what_next(self, outcome)
         return self.next[0]
+
+    def note(self,
+        outcome:Outcome # What came of the attempt
+    ):
+        "Note whether the loss scale of the attempt fits"
+        if not self.in_fp32 and outcome is not Outcome.broken: (self.fits if outcome is Outcome.fine else self.fails).append(self.scale)
+
+    def settle(self,
+        waits:bool=False # May more gradients come before the step?
+    ) -> Next: # Either to take the step or to skip it; `None` if nothing is decided yet
+        "Judge the gradients and decide what comes next; leave the attempt if the batch runs again"
+        if self.ends: raise Left
+        self.judge()
+        if self.outcome is None or waits and self.outcome is Outcome.fine: return None
+        what = self.next[0] if self.next else self.decide()
+        if what not in (Next.step,Next.skip): raise Left
+        return what
 
     def search_anew(self):
         "Forget which scales fit, since the result may change: more layers stay in fp32 now, say"
@@ -164,19 +198,17 @@ _diagnoses = 2 # per step: after the first one, another fault may show
 def what_next(
     step:Step, # What is known about the step
     outcome:Outcome # Result of the last attempt
-) -> tuple: # A `Next`, and the loss scale of the next attempt if it is `Next.again`, else `None`
-    "Decide what to do after an attempt, and note its scale in `step`"
+) -> tuple: # A `Next`, and the loss scale of the next attempt if there is another one to try
+    "Decide what to do after an attempt, whose scale is in `step.fits` or `step.fails`"
     if step.unusable or not step.can_rerun and outcome is not Outcome.fine: return Next.skip,None
     if step.in_fp32:
         if outcome is not Outcome.fine: return Next.skip,None
         return (Next.step if step.kind is Next.fp32 or not step.can_rerun else Next.diagnose),None
     if outcome is Outcome.fine:
-        step.fits.append(step.scale)
         new = step.scale if step.floor is None or not step.can_rerun else next_scale(step.fits, step.fails, step.floor, step.settled)
         return (Next.step,None) if new in (None,step.scale) else (Next.again,new)
     if outcome is Outcome.overflow:
         if step.static: return Next.skip,None
-        step.fails.append(step.scale)
         waits = step.fp32_first and (step.can_heal or len(step.fails)>1) # one lower scale is what helps most often
         new = None if step.floor is None or waits else next_scale(step.fits, step.fails, step.floor, step.settled)
         if new is not None: return Next.again,new
@@ -212,7 +244,7 @@ def _is_judged(self:Step, passes, waits=True):
     "Is the result of the attempt known, or will it be when the step comes (`waits`)? `passes`: of the model, before the attempt"
     if not self.batches.learn.training: return False
     if self.ranks.size>1: return True # the other ranks may have gone on to the step
-    return self.done or self.decided_at is not None or self.batches.entry.passes in (passes, self.backward_at if waits else passes)
+    return self.is_decided or self.batches.entry.passes in (passes, self.backward_at if waits else passes)
 
 @patch
 def _accepts(self:Step, e, passes, before):
@@ -221,9 +253,6 @@ def _accepts(self:Step, e, passes, before):
     is_batch,summed = isinstance(e, CancelBatchException),self.outcome is not None
     if not self._is_judged(passes, is_batch and summed) and not self._judge_results(before): return False
     if self.unusable: self.batches.put_back()
-    if is_batch: self.notice_bare()
-    self.dropped = is_batch and self.decided_at is None and not summed and not self.done
-    self.batches.wait()
     return True
 
 @patch
@@ -250,12 +279,6 @@ def _judge_results(self:Step, before=(), raised=False):
     return True
 
 @patch
-def notice_bare(self:Step):
-    "If weights changed in a training batch without fastai's events, take that as its step"
-    if self.done or self.outcome is not None or not self.batches.has_changed(): return
-    self.done = self.is_bare = True
-
-@patch
 def _raised(self:Step, e, f):
     "Handle an exception of an attempt: is the batch done? `None` to raise it"
     if isinstance(e, NeedsOthers):
@@ -266,7 +289,7 @@ def _raised(self:Step, e, f):
     if self.in_fp32:
         if self.kind is Next.fp32 or self.ranks.size>1: return None
         self.search_anew() # as half precision can run this batch, and fp32, which was only asked, cannot
-        self.next = Next.again,self.first_scale
+        self.next = Next.again,None
         return False
     self.error = e
     if self.ranks.size==1: return None if self.decide(Outcome.broken) is Next.skip else False

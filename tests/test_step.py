@@ -4,12 +4,17 @@ import pytest
 from hypothesis import given,strategies as st
 from fastai_amp16.step import Next,Outcome,Step,next_scale,what_next
 
+def after(record, outcome):
+    "What comes after an attempt with this `outcome`"
+    record.note(outcome)
+    return what_next(record, outcome)
+
 def drive(record, start, limit, most=50):
     "The loss scales that are tried, from `start`, where gradients are finite at `limit` and below; and what ends that"
     tried,record.scale = [],start
     for _ in range(most):
         tried.append(record.scale)
-        what,new = what_next(record, Outcome.fine if record.scale<=limit else Outcome.overflow)
+        what,new = after(record, Outcome.fine if record.scale<=limit else Outcome.overflow)
         if what is not Next.again: return tried,what
         record.scale = new
     raise AssertionError(f'no end: {tried}')
@@ -70,7 +75,7 @@ def again(record, *outcomes):
     res = []
     for o in outcomes:
         record.scale = 2.**10
-        res.append(what_next(record, o)[0])
+        res.append(after(record, o)[0])
         record.kind = Next.reference if res[-1] is Next.reference else Next.again
         record.diagnoses += res[-1] is Next.diagnose
     return res
@@ -115,7 +120,7 @@ def test_whatever_comes_out_of_the_attempts_the_step_ends(data, settled, asks_fi
     record,kind = Step(floor=floor, static=static, settled=settled, fp32_first=asks_first, scale=2.**16),st.sampled_from(list(Outcome))
     for n in range(40):  # noqa: B007
         outcome = data.draw(kind)
-        what,new = what_next(record, outcome)
+        what,new = after(record, outcome)
         if what in (Next.step,Next.skip): break
         record.kind = Next.reference if what is Next.reference else Next.again
         if what is Next.again:
