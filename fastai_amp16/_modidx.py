@@ -79,6 +79,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'fastai_amp16/callback.py'),
                                        'fastai_amp16.callback.DynamicMixedPrecision.plot': ( 'callback.html#dynamicmixedprecision.plot',
                                                                                              'fastai_amp16/callback.py'),
+                                       'fastai_amp16.callback.DynamicMixedPrecision.promoted_in': ( 'callback.html#dynamicmixedprecision.promoted_in',
+                                                                                                    'fastai_amp16/callback.py'),
                                        'fastai_amp16.callback.DynamicMixedPrecision.ready': ( 'callback.html#dynamicmixedprecision.ready',
                                                                                               'fastai_amp16/callback.py'),
                                        'fastai_amp16.callback.DynamicMixedPrecision.record_again': ( 'callback.html#dynamicmixedprecision.record_again',

@@ -124,9 +124,13 @@ class DynamicMixedPrecision(MixedPrecision):
     # What stays in fp32
 
     def keeps(self, model): # A model, wrapped or not
-        "Everything that stays in fp32 in `model` besides norms, as in `keep_fp32`; what was promoted in another model is left out"
+        "Everything that stays in fp32 in `model` besides norms, as in `keep_fp32`"
+        return [*as_list(self.keep_fp32), *self.promoted_in(model)]
+
+    def promoted_in(self, model): # A model, wrapped or not
+        "What was promoted in `model`, and not in another one"
         names = {n for n,_ in unwrap(model).named_modules()}
-        return [*as_list(self.keep_fp32), *(o for o in self.promoted if o.rstrip('.') in names)]
+        return [o for o in self.promoted if o.rstrip('.') in names]
 
     def make_plan(self, model): # A model, wrapped or not
         "The plan of what computes in which precision; raises `ValueError` for a model that cannot train"
@@ -154,6 +158,7 @@ class DynamicMixedPrecision(MixedPrecision):
 
     def begin_fit(self, goes_on): # True with a `start_epoch`
         "Check what is to be trained; `goes_on`: does the fit continue an earlier one?"
+        self.promoted = self.promoted_in(self.learn.model)
         plan,held = self.ready(),[p for pg in self.opt.param_lists for p in pg]
         if held and not {*held} & {*plan.params}:
             raise ValueError("The optimizer holds none of the model's parameters: call learn.create_opt() after you replace learn.model.")

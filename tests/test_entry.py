@@ -195,6 +195,7 @@ def test_sharpness_aware_minimization_whose_second_gradient_no_precision_holds()
     with pytest.warns(UserWarning): fit(learn, 1)
     mp,s = learn.mixed_precision,learn.see.states
     assert mp.history.skipped.tolist()==[i==3 for i in range(6)] and mp.n_skipped==1
+    assert mp.scaler.state_dict()['_growth_tracker']==len(mp.scales)==5 # the skipped step counts for nothing
     assert {k for k in s[3] if not torch.equal(s[3][k], s[4][k])}<={
         'enc.0.weight','enc.0.bias','enc.1.weight','enc.1.bias','head.weight','head.bias'}
     torch.testing.assert_close(s[4], s[3], rtol=1e-6, atol=1e-7) # SAM adds and subtracts, which rounds
