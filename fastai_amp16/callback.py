@@ -165,6 +165,7 @@ class DynamicMixedPrecision(MixedPrecision):
         warn_of_slow_half(plan, not self.log.steps)
         self.drop_step()
         self.said,self.fit_start = set(),len(self.log.steps)
+        self.comparison.begin_fit()
         if not goes_on: self.log.vain = self.log.unsaved = 0
 
     def meet(self):
@@ -303,7 +304,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def end_step(self, scale, skipped):
         "Add the step to the history, and plan when predictions are compared next"
         step = self.step
-        self.comparison.plan(step, len(self.log.steps))
+        self.comparison.end_step(step)
         self.log.add(scale, step.reruns, skipped, step.norm)
         step.done = True
 
@@ -335,8 +336,9 @@ class DynamicMixedPrecision(MixedPrecision):
         if first: self.begin_step(entry, self.rerun)
         if self.step.in_fp32: entry.plan = None # as in the batches before this one
         if self.rerun: self.step.batches.add()
-        compares = first and self.comparison.is_due and self.training and self.rerun
-        if compares: entry.asks = partial(self.comparison.make, self.step, self.plan)
+        learn,comparison = self.learn,self.comparison
+        validates = not learn.training and not vars(learn).get('iter') and (learn._fitting or not comparison.knows(self.states[0]))
+        if self.rerun and first and (comparison.is_due if learn.training else validates): entry.asks = partial(self.comparison.make, self.step, self.plan)
 
     def around_batch(self, entry, # The `Entry` of the fit or the validation
                      f): # Function without arguments

@@ -8,9 +8,9 @@ __all__ = ['is_bad', 'is_new', 'faults', 'look', 'has_code', 'Case']
 # %% ../nbs/12_case.ipynb #66cb52b5
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass,replace
 from fastai.basics import *
-from .compare import deviation,wrong
+from .compare import are_wrong,rounded
 from .entry import eager
 from .nested import cast_floats
 from .precision import PrecisionPlan,as_list,convs,own_forward
@@ -172,7 +172,7 @@ class Case:
     backward:bool = True # Run the backward pass as well?
     silent:bool = False # Are wrong predictions a fault even if everything is finite?
     tell:object = noop # Function to call before each run
-    fp32 = half = None # The runs of `diagnose` in fp32 and in half precision
+    fp32 = half = controls = None # The runs of `diagnose` in fp32 and in half precision
 
     def __post_init__(self):
         self.keep,self.batches,self.ranks = as_list(self.keep_fp32),self.step.batches,self.step.ranks
@@ -253,7 +253,13 @@ class Case:
         run:Recording # A run in any precision
     ) -> bool:
         "Are the predictions far from those in fp32?"
-        return deviation(run.pred, self.fp32.pred)>wrong
+        return are_wrong(self.learn, run.pred, self.fp32.pred, self.controls)
+
+    def make_controls(self):
+        "Run the batches in fp32 with rounded outputs, for `is_wrong`; all ranks must call this"
+        self.controls = []
+        for centred in (False,True):
+            with rounded(self.plan, centred): self.controls.append(replace(self, backward=False).run_fp32(modules=False).pred)
 
     def spoilt(self,
         half:Recording # A run in half precision

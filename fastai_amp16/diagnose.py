@@ -268,13 +268,14 @@ def _blamed(case):
 
 def _found_silent(case, plain):
     "Set `case.silent` to whether half precision is wrong without a sign; return the faults"
-    deviates,ranks = case.is_wrong(plain),case.ranks
-    # if predictions differ from run to run, a deviation proves nothing
-    if ranks.some(deviates): deviates = not case.is_wrong(case.run_fp32(modules=False)) and deviates
+    ranks = case.ranks
+    deviates = ranks.some(case.is_wrong(plain))
+    if deviates:
+        case.make_controls()
+        # if predictions differ from run to run, a deviation proves nothing
+        deviates = not ranks.some(case.is_wrong(case.run_fp32(modules=False))) and case.is_wrong(plain)
     case.silent = ranks.some(case.spoilt(plain) or deviates)
-    res = case.faults(case.half)
-    case.silent = ranks.some(case.silent and any(phase!='backward' for phase,_ in res)) # only if a module can be named
-    return res
+    return case.faults(case.half)
 
 def _judged(case):
     "The report on a batch that is finite in fp32"
