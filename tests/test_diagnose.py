@@ -3,7 +3,8 @@ import math,pickle,re
 import pytest,torch
 from fastai.basics import nn,partial,set_seed
 from torch.utils.checkpoint import checkpoint
-from fastai_amp16.case import Case,deviation
+from fastai_amp16.case import Case
+from fastai_amp16.compare import deviation
 from fastai_amp16.diagnose import Verdict,after,diagnose,diagnose_step,merged
 from fastai_amp16.entry import Entry
 from fastai_amp16.precision import PrecisionPlan
