@@ -16,7 +16,7 @@ from .report import PrecisionReport,in_words,keep_code,listed
 from .ranks import RankFailed
 from .record import loss_name
 from .step import Next
-from .case import Case,faults,has_code,is_bad,is_new
+from .case import Case,faults,has_code
 from .remedy import Reason,heal,likeness
 
 # %% ../nbs/14_diagnose.ipynb #057a21f6
@@ -34,7 +34,7 @@ def _table(case):
     "The table of a `PrecisionReport`, from the run in fp32 and the one in half precision"
     fp32,half,modules = case.fp32,case.half,dict(case.model.named_modules())
     is_half,in_fp32 = ({k: s.half for k,s in half.seen.items()},half.in_fp32) if half else ({},())
-    bad = {f.name for f,where,s in half.events if where!='in' and is_new(s, fp32.seen)} if half else ()
+    bad = {f.name for f,where,s in half.events if where!='in' and s.is_bad()} if half else ()
     def entry(f, col, s, m):
         res = {'module':f.name, col:m.top/case.scale if 'grad' in col else m.top}
         limit = case.dtype if is_half.get(s.key, False) or f.name not in in_fp32 and col!='weight_grad' else torch.float32
@@ -115,7 +115,7 @@ def _goes_in(case, frame):
 
 def _first_bad(run):
     "The phase and the call in which the run is not finite first; the call is `None` if none can be named"
-    outs = [(f,s) for f,where,s in run.events if where=='out' and is_bad(s.value) and not any(is_bad(o.value) for o in f.ins)]
+    outs = [(f,s) for f,where,s in run.events if where=='out' and s.is_bad() and not any(o.is_bad() for o in f.ins)]
     outs = [f for f,s in outs if s.value.top>_exploded] or [f for f,_ in outs] # a mask of 0 and -inf is harmless, mostly
     return ('forward',outs[0]) if outs else first(faults(run)) or ('backward',None)
 
@@ -159,16 +159,16 @@ def _scale_report(case, scale):
 
 def _operation(case, phase, frame, half):
     "The frame of the operation at fault in the module's own code, or of the module itself if it is one of torch's"
-    ops = [f for p,f in ([(phase,frame)] if frame.op else faults(half, case.fp32)) if p==phase and f.op and f.name==frame.name]
+    ops = [f for p,f in ([(phase,frame)] if frame.op else faults(half)) if p==phase and f.op and f.name==frame.name]
     is_users = frame.name==loss_name or not type(case.model.get_submodule(frame.name)).__module__.startswith('torch.')
     if ops and is_users: return ops[0]
     return next(f for f in half.frames if f.name==frame.name and not f.op) if frame.op else frame
 
 def _line(error): return (str(error) or type(error).__name__).splitlines()[0].rstrip('.')
 
-def _said(case, phase, frame, half, scale):
+def _said(case, phase, frame, half):
     "A sentence that says what is at fault"
-    kind,top,fp32 = case.kind,torch.finfo(case.dtype).max,case.fp32
+    kind,top,fp32,scale = case.kind,torch.finfo(case.dtype).max,case.fp32,half.scale
     where,what = _where(case, frame.name),f'`{frame.op}` in ' if frame.op else ''
     def top_of(way, what='value'):
         return max((m.top for k,s in fp32.seen.items() if k[:4]==(*frame.call,way) and (m:=getattr(s, what))), default=math.nan)
@@ -185,7 +185,7 @@ def _said(case, phase, frame, half, scale):
     if phase=='loss': return f"{what}{where} is not finite for predictions rounded to {kind}; in fp32 it is at most {ref:.3g}."
     if ref>top: return f"{what}{where} gives numbers up to {ref:.3g}, but the largest {kind} number is {top:g}."
     if taken>top: return f"{what}{where} takes in numbers up to {taken:.3g}, but the largest {kind} number is {top:g}."
-    is_finite = all(p=='backward' for p,_ in faults(half, fp32))
+    is_finite = all(p=='backward' for p,_ in faults(half))
     fate = f'{kind} rounds to 0' if ref<torch.finfo(case.dtype).tiny else f'are lost in {kind}'
     if is_finite: return f"{what}{where} gives numbers up to {ref:.3g}, most of which {fate}."
     return (f"{what}{where} is not finite in {kind}; in fp32 it gives at most {ref:.3g}: a number on the way is too large for {kind}, "
@@ -216,7 +216,7 @@ def _explained(case, why, plain):
     r = first(why.values())
     if r.frame is None: return _unseen(case, plain, r.phase)
     frame = _operation(case, r.phase, r.frame, r.half)
-    text,spoilt = _said(case, r.phase, frame, r.half, r.scale),case.spoilt(plain)
+    text,spoilt = _said(case, r.phase, frame, r.half),case.spoilt(plain)
     text = text[:-1]+_others(case, why)+'.'
     are = 'are' if len(spoilt)>1 else 'is'
     if spoilt and plain.finite: text += f" The loss is finite, but {listed(spoilt)} {are} not, and that goes to the next batch."
@@ -245,7 +245,7 @@ def diagnose(
 
 def _report(case, note, all_buffers):
     case.silent = case.ranks.some(case.silent)
-    case.fp32 = case.run_fp32(shares=True, note=note)
+    case.fp32 = case.run_fp32(note=note)
     if case.fp32.error is not None: raise case.fp32.error
     report = _judged(case) if case.ranks.every(case.fp32.finite) else _blamed(case)
     if all_buffers and report.verdict=='healthy': report = _bad_weights(case) or report
@@ -281,16 +281,16 @@ def _judged(case):
     "The report on a batch that is finite in fp32"
     case.half = half = case.run(reference=case.fp32)
     # an infinity that was replaced in `half` may do no harm
-    plain = case.run(modules=False) if case.ranks.some(half.error is None and faults(half, case.fp32)) else half
+    plain = case.run(modules=False) if case.ranks.some(half.error is None and faults(half)) else half
     found = _found_silent(case, plain) if case.ranks.every(plain.finite) else case.faults(half)
-    if case.sound(plain): return PrecisionReport('healthy', f"Everything is finite in {case.kind} at the loss scale {case.scale:g}.")
+    if case.ranks.every(case.fits(plain)): return PrecisionReport('healthy', f"Everything is finite in {case.kind} at the loss scale {case.scale:g}.")
     healed = heal(case)
     if healed and not healed[0]: # everything is finite at that scale, but may be wrong
         found = _found_silent(case, plain)
         if not case.silent: return _of_others() if case.fits(plain) else _scale_report(case, healed[1])
         healed = heal(case)
-    why = {None: Reason(*(first(found) or ('backward',None)), half, case.scale)}
-    if healed: why = {o: r for o,r in healed[2].items() if r.mine}
+    why = {None: Reason(*(first(found) or ('backward',None)), half)}
+    if healed: why = {o: r for o,r in healed[2].items() if r.half}
     if case.fits(plain) or not why: return _of_others()
     report = _explained(case, why, plain)
     if healed: report.promoted,report.new_scale,_ = healed

@@ -15,7 +15,6 @@ from .nested import half_types
 from .precision import class_named,convs,unwrap
 from .report import as_html,colors,keep_code,listed,styler
 from .record import loss_name
-from .case import is_bad
 from .messages import emulates_bf16
 from .healing import names_kept
 from .learner import looking,running,training_case
@@ -291,7 +290,7 @@ def _headroom(e):
         for s in (*f.ins,*f.outs):
             half = e.half.seen.get(s.key)
             if not s.value or not half or not half.half: continue
-            top = s.value[1] if is_bad(half.value, s.value) else half.value[1]
+            top = s.value[1] if half.is_bad() else half.value[1]
             if top!=e.max and top<largest: tops[f.name] = max(tops[f.name], top) # `torch.finfo(x.dtype).min` is meant
     tops = {n: t for n,t in sorted(tops.items(), key=lambda o: -o[1]) if t>e.max/2}
     if tops:

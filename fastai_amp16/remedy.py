@@ -14,26 +14,19 @@ from .case import Case,faults,has_code
 
 # %% ../nbs/13_remedy.ipynb #1ab605fa
 def scale_that_fits(
-    case:Case, # A case with its runs in fp32 and in half precision
+    case:Case, # A case with its runs in fp32 and in half precision, which is sound at its `lowest` scale
     promoted=() # What else is kept in fp32, as in `keep_fp32`
-) -> float|None: # `None` if no scale fits
+) -> float:
     """Find a loss scale at which the batch is sound: the present one, or one within a factor of four of the largest power of two that fits
 
     If something else is kept in fp32, the first loss scale of the training is tried first, since the fault may have lowered it."""
     highest = max(case.scale, case.start or 0) if promoted else case.scale
-    top = math.log2(highest)
     if promoted and case.is_sound(promoted, highest): return highest
-    if case.lowest==highest: return None
-    floor = math.log2(case.lowest)
-    good,bad,step,e = None,top,2,min(case.largest_scale(case.half), math.ceil(top)-1)
-    while good is None or bad-good>3:
-        e = max(e, floor)
+    good,bad = math.log2(case.lowest),math.log2(highest)
+    while bad-good>2:
+        e = (good+bad)//2
         if case.is_sound(promoted, 2.**e): good = e
-        elif e<=floor: return None
         else: bad = e
-        if good is None: e,step = bad-step,4*step # down, in larger and larger steps
-        elif bad==top and step==2: e,step = min(good+3, bad-1),8 # check whether the first guess is near the limit
-        else: e = (good+bad)//2
     return 2.**good
 
 # %% ../nbs/13_remedy.ipynb #78e9261b
@@ -71,10 +64,8 @@ class Reason:
     "Why something stays in fp32"
     phase:str # As in `faults`
     frame:object # As in `faults`; `None` if no module can be named
-    half:Recording # The run in which the fault was seen
-    scale:float # The loss scale of that run
+    half:Recording # The run in which the fault was seen; `None` if another rank has seen it
     alike:bool = False # Is it only similar to what was at fault?
-    mine:bool = True # Was the fault seen on this rank?
 
 class _Search:
     "The search for what has to stay in fp32 so that the batch of `case` is sound; `kept` maps names to reasons"
@@ -86,17 +77,15 @@ class _Search:
 
     def ladder(self, name): return _ladder(self.case.model, name, self.callers)
 
-    def add(self, half, scale, alike):
-        "Keep what is at fault in the run `half` at `scale`, and similar modules if `alike`; return whether there was anything"
-        case,n,found = self.case,len(self.kept),self.case.faults(half)
-        first_phases = case.ranks.gather(found[0][0] if found else None)
-        phase = next((o for o in _phases if o in first_phases), 'backward')
-        why = Reason(phase, found[0][1] if found else None, half, scale)
-        self.keep(self.at_fault([f for p,f in found if p==phase], why, alike), why)
-        if len(self.kept)==n: # an infinity inside a module's own code may do harm later
-            inside = replace(why, phase='forward')
-            self.keep(self.at_fault([f for p,f in faults(half, case.fp32) if p=='forward'], inside, alike), inside)
-        if len(self.kept)==n: self.keep(self.last(why), why)
+    def add(self, half, alike):
+        "Keep what is at fault in the run `half`, and similar modules if `alike`; return whether there was anything"
+        n,found = len(self.kept),self.case.faults(half)
+        phases = filter(None, self.case.ranks.gather(found[0][0] if found else None))
+        why = Reason(min(phases, key=_phases.index, default='backward'), found[0][1] if found else None, half)
+        # an infinity inside a module's own code may do harm later; at last, without knowing why
+        for new in (lambda: self.at_fault(found, why, alike), lambda: self.at_fault(faults(half), replace(why, phase='forward'), alike),
+                    lambda: self.last(why)):
+            if len(self.kept)==n: self.keep(new(), why)
         return len(self.kept)>n
 
     def keep(self, new, why):
@@ -104,12 +93,12 @@ class _Search:
         for found in self.case.ranks.gather({o: r.alike for o,r in new.items()}):
             for o,alike in found.items():
                 if o in self.kept and (alike or not self.kept[o].alike): continue
-                self.kept[o] = new.get(o) or replace(why, frame=None, alike=alike, mine=False)
+                self.kept[o] = new.get(o) or replace(why, frame=None, half=None, alike=alike)
 
-    def at_fault(self, frames, why, alike):
-        "What to keep in fp32 for faults in `frames`, with the reasons"
+    def at_fault(self, found, why, alike):
+        "What to keep in fp32 for what was `found` in the phase of `why`, with the reasons"
         res,kept = {},list(self.kept)
-        by_name = groupby((f for f in frames if f.name!=loss_name), lambda f: f.name) # in the order of the first fault
+        by_name = groupby((f for p,f in found if p==why.phase and f.name!=loss_name), lambda f: f.name) # in the order of the first fault
         for name,(frame,*_) in by_name.items():
             new = next((o for o in self.ladder(name) if not _covers(kept, o)), None)
             if new is None or not new and name: continue # the whole model is the last resort
@@ -129,15 +118,13 @@ class _Search:
 
     def run(self):
         "Search; return whether anything helps"
-        case,half,scale = self.case,self.case.half,self.case.scale
-        if case.ranks.every(all(phase=='backward' for phase,_ in case.faults(half))): # search at a loss scale that is not too high
-            if not case.ranks.some(half.error) and case.is_sound(scale=self.low): return True
-            scale = max(self.low, min(scale, 2.**case.largest_scale(half)))
+        case,half = self.case,self.case.half
+        is_backward = case.ranks.every(all(phase=='backward' for phase,_ in case.faults(half)))
+        if is_backward and not case.ranks.some(half.error) and case.is_sound(scale=self.low): return True
         for i in range(_rounds):
-            if i or scale<case.scale: half = case.run(list(self.kept), scale, reference=case.fp32)
-            if not self.add(half, scale, i>0): return False
+            if i or is_backward and self.low<case.scale: half = case.run(list(self.kept), self.low, reference=case.fp32)
+            if not self.add(half, i>0): return False
             if case.is_sound(list(self.kept), self.low): return True
-            scale = max(self.low, min(scale, 2.**case.largest_scale(half)))
         return False
 
     def weights(self, o):
@@ -183,6 +170,5 @@ def heal(
     search = _Search(case)
     if not search.run(): return
     if search.kept: search.drop()
-    scale = scale_that_fits(case, list(search.kept))
     why = dict(sorted(search.kept.items(), key=lambda o: o[1].alike))
-    return scale and (_joined(case, list(why)),scale,why)
+    return _joined(case, list(why)),scale_that_fits(case, list(why)),why
