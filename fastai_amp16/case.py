@@ -10,7 +10,7 @@ import itertools,math
 from contextlib import nullcontext
 from dataclasses import dataclass,replace
 from fastai.basics import *
-from .compare import are_wrong,rounded
+from .compare import are_wrong,deviation,rounded,times,wrong
 from .entry import eager
 from .nested import cast_floats
 from .precision import PrecisionPlan,as_list,own_forward
@@ -42,10 +42,21 @@ def faults(
     gave = [_derivative(run, s) for s in run.fired if s.is_bad('grad')]
     return [('loss' if f.name==loss_name else 'forward', f) for f in frames]+[('backward',f) for f in gave if f]
 
-def _flushed(run):
-    "The first place where half precision loses most of the numbers, as a list like that of `faults`, with at most one entry"
-    lost = (f for f,where,s in run.events if where=='out' and s.value and s.ref and s.ref.value and s.value.top<s.ref.value.top/2)
-    return [('forward',f) for f in itertools.islice(lost, 1)]
+def _off(s, ref):
+    "How far a tensor is from another recording's"
+    return deviation(s.sample, ref.sample) if ref and s.sample is not None and ref.sample is not None else 0.
+
+def _wrong_first(run, control=None):
+    """The first call whose results are wrong though what it took in is nearly right, as a list like that of `faults`
+
+    `control` is a recording in fp32 with rounded outputs: what is as far off there is not to blame."""
+    def is_wrong(f, s):
+        d = _off(s, s.ref)
+        if d<=wrong: return False
+        rounding = _off(control.seen[s.key], s.ref) if control and s.key in control.seen else 0.
+        return d>times*max(rounding, *(_off(o, o.ref) for o in f.ins), 0.)
+    return [('forward',f) for f in itertools.islice((f for f,where,s in run.events if where=='out' and is_wrong(f, s)), 1)]
+
 
 # %% ../nbs/12_case.ipynb #f2d4b397
 class _Look:
@@ -120,7 +131,8 @@ class Case:
     backward:bool = True # Run the backward pass as well?
     silent:bool = False # Are wrong predictions a fault even if everything is finite?
     tell:object = noop # Function to call before each run
-    fp32 = half = controls = None # The runs of `diagnose` in fp32 and in half precision
+    fp32 = half = None # The runs of `diagnose` in fp32 and in half precision
+    controls = control = None # Predictions of the runs in fp32 with rounded outputs, and the recording of the first of these
 
     def __post_init__(self):
         self.keep,self.batches,self.ranks = as_list(self.keep_fp32),self.step.batches,self.step.ranks
@@ -192,7 +204,9 @@ class Case:
         "Run the batches in fp32 with rounded outputs, for `is_wrong`; all ranks must call this"
         self.controls = []
         for centred in (False,True):
-            with rounded(self.plan, centred): self.controls.append(replace(self, backward=False).run_fp32(modules=False).pred)
+            with rounded(self.plan(), centred): run = replace(self, backward=False).run_fp32(not centred, reference=self.fp32)
+            self.controls.append(run.pred)
+            self.control = self.control or run
 
     def spoilt(self,
         half:Recording # A run in half precision
@@ -207,5 +221,5 @@ class Case:
         res = faults(half, operations=False)
         if res and not self.silent or any(phase!='backward' for phase,_ in res): return res
         # an infinity inside a module's own code mostly does no harm
-        inner = [o for o in faults(half) if o[0]!='backward'] or (_flushed(half) if self.silent else [])
+        inner = [o for o in faults(half) if o[0]!='backward'] or self.silent and (_wrong_first(half, self.control) or _wrong_first(half)) or []
         return inner+res

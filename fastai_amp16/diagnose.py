@@ -16,6 +16,7 @@ from .report import PrecisionReport,in_words,keep_code,listed
 from .ranks import RankFailed
 from .record import loss_name
 from .step import Next
+from .compare import deviation
 from .case import Case,faults,has_code
 from .remedy import Reason,heal,likeness
 
@@ -186,8 +187,11 @@ def _said(case, phase, frame, half):
     if ref>top: return f"{what}{where} gives numbers up to {ref:.3g}, but the largest {kind} number is {top:g}."
     if taken>top: return f"{what}{where} takes in numbers up to {taken:.3g}, but the largest {kind} number is {top:g}."
     is_finite = all(p=='backward' for p,_ in faults(half))
-    fate = f'{kind} rounds to 0' if ref<torch.finfo(case.dtype).tiny else f'are lost in {kind}'
-    if is_finite: return f"{what}{where} gives numbers up to {ref:.3g}, most of which {fate}."
+    if is_finite:
+        if ref<torch.finfo(case.dtype).tiny: return f"{what}{where} gives numbers up to {ref:.3g}, most of which {kind} rounds to 0."
+        largest = max(ref, taken)
+        step = torch.finfo(case.dtype).eps*2.**math.floor(math.log2(largest))
+        return f"{what}{where} computes with numbers up to {largest:.4g}, which {kind} holds in steps of {step:.3g}."
     return (f"{what}{where} is not finite in {kind}; in fp32 it gives at most {ref:.3g}: a number on the way is too large for {kind}, "
             "or so small that it becomes 0.")
 
@@ -220,7 +224,9 @@ def _explained(case, why, plain):
     text = text[:-1]+_others(case, why)+'.'
     are = 'are' if len(spoilt)>1 else 'is'
     if spoilt and plain.finite: text += f" The loss is finite, but {listed(spoilt)} {are} not, and that goes to the next batch."
-    elif case.silent: text += " The code after it turns them into finite numbers, but wrong ones, so nothing else shows the fault."
+    elif case.silent:
+        if frame and faults(r.half): text += " The code after it turns them into finite numbers, so nothing else shows the fault."
+        text += f" Predictions differ from fp32's by {deviation(plain.pred, case.fp32.pred):.0%}."
     return PrecisionReport(r.phase, re.sub('^the ', 'The ', text), producer=None if frame.name==loss_name else frame.name, op=frame.op)
 
 # %% ../nbs/14_diagnose.ipynb #f52a50a2

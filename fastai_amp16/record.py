@@ -71,6 +71,7 @@ class Seen:
     ):
         self.key,self.half,self.numel,self.ref = key,t.dtype in half_types,t.numel(),ref
         self.value,self.grad,self.turn,self.hooked,self.calls = None,None,math.inf,False,[] # of `Frame`s, and where it was in them
+        self.sample = None # some of its numbers
 
     def is_bad(self,
         what:str='value' # 'value' or 'grad'
@@ -89,6 +90,15 @@ class Frame:
     ):
         self.name,self.parent,self.op,self.call,self.ins,self.outs,self.params = name,parent,op,(name,op,n),[],[],[]
         self.depth = parent.depth+1 if parent else 0
+
+_rows,_per_row = 64,64 # the most numbers of a tensor that are kept
+
+def _sample(t):
+    "Some numbers of some rows of `t`; `None` if it has none to compare"
+    if not _is_plain(t): return
+    with no_torch_function(), torch.no_grad():
+        rows = t.detach()[:_rows].flatten(1) if t.dim()>1 else t.detach().reshape(-1, 1)[:_rows*_per_row]
+        return rows[:,::max(1, rows.shape[1]//_per_row)].clone()
 
 def _place(key): return (*key[:2],*key[3:]) # without the number of the call
 
@@ -205,7 +215,7 @@ class Recording(TorchFunctionMode):
             old,seen = self.known.get(_key(t), (None,None))
             if old is None or old() is not t:
                 seen = Seen(key, t, self.reference and self.reference.seen.get(key))
-                if where!='param': seen.value = _measure(t)
+                if where!='param': seen.value,seen.sample = _measure(t),_sample(t)
                 with no_torch_function(): self.known[_key(t)] = ref(t),seen
             # the output of a reentrant checkpoint was seen inside the checkpoint, where it had no graph
             if not seen.hooked and t.requires_grad and torch.is_grad_enabled():
