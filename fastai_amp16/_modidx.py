@@ -725,6 +725,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastai_amp16.step.Step.in_fp32': ('step.html#step.in_fp32', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.Step.is_bare': ('step.html#step.is_bare', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.Step.is_decided': ('step.html#step.is_decided', 'fastai_amp16/step.py'),
+                                   'fastai_amp16.step.Step.is_odd': ('step.html#step.is_odd', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.Step.is_skipped': ('step.html#step.is_skipped', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.Step.judge': ('step.html#step.judge', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.Step.lacks_backward': ('step.html#step.lacks_backward', 'fastai_amp16/step.py'),

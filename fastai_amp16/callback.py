@@ -322,11 +322,12 @@ class DynamicMixedPrecision(MixedPrecision):
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
         s = self.scaler
-        scales = s.is_enabled()
+        finds_lr = self.learn._grab_cbs(LRFinder) # whose last gradients explode on purpose
+        scales,norms = s.is_enabled(),[norm for *_,skipped,norm in self.log.steps[self.fit_start:][-32:] if not skipped]
         self.step = Step(Batches(self.learn, entry, *self.states), self.ranks, scale=s.get_scale(), settled=s.settled,
                          floor=s.min_scale if can_rerun and scales and s.dynamic else None, static=scales and not s.dynamic,
                          rerun=self.rerun, can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=asks_first(self.log.vain),
-                         is_second=is_second)
+                         is_second=is_second, usual=max(norms) if len(norms)>7 and not finds_lr else math.inf)
 
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
         "Note the present state, so that the batch can run again"

@@ -197,7 +197,8 @@ class Case:
     def is_wrong(self,
         run:Recording # A run in any precision
     ) -> bool:
-        "Are the predictions far from those in fp32?"
+        "Are the predictions far from those in fp32, or the gradients far larger?"
+        if self.backward and run.norm>times*self.fp32.norm: return True
         return are_wrong(self.learn, run.pred, self.fp32.pred, self.controls)
 
     def make_controls(self):

@@ -6,11 +6,12 @@
 __all__ = ['wrong', 'times', 'deviation', 'loss_deviation', 'rounded', 'are_wrong', 'Comparison']
 
 # %% ../nbs/09b_compare.ipynb #1ea8669a
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from fastai.basics import *
 from .entry import eager
 from .nested import replace,tensors
 from .precision import PrecisionPlan,compiled_modules
+from .private import version
 from .snapshot import ModelState,all_noted
 from .step import Step
 
@@ -56,9 +57,8 @@ def loss_deviation(
     reference # The predictions as they should be
 ) -> float: # 0 also if the loss function cannot take such predictions
     "The distance between the gradients of the loss with respect to two predictions, relative to the size of those for the reference"
-    grads = [_gradients(learn, o) for o in (pred,reference)] if learn.yb else [None]
-    if None in grads: return 0.
-    pairs = list(_pairs(*grads))
+    if not learn.yb or (wanted := _gradients(learn, reference)) is None: return 0.
+    pairs = list(_pairs(_gradients(learn, pred) or (), wanted))
     d,size = [math.sqrt(sum(o.square().sum().item() for o in os)) for os in ([a-b for a,b in pairs],[b for _,b in pairs])]
     return d/size if size else math.inf*(d>0) if d else 0.
 
@@ -69,13 +69,16 @@ wrong,times = 0.1,4 # a smaller deviation is rounding; so is one less than this 
 @contextmanager
 def rounded(
     plan:PrecisionPlan, # Says which layers compute in half precision
-    centred:bool=False # Round only how outputs differ from their mean over the batch?
+    centred:bool=False # Round only how outputs differ from their mean over the batch, and nothing to 0?
 ):
     "A context in which outputs of layers that would compute in half precision are rounded to it"
     def rounds(t):
         if not t.is_floating_point(): return t
-        level = t.mean(0, keepdim=True) if centred and t.dim()>1 and len(t)>1 else 0
-        return (t-level).to(plan.dtype).to(t.dtype)+level
+        if not centred: return t.to(plan.dtype).to(t.dtype)
+        level = t.mean(0, keepdim=True) if t.dim()>1 and len(t)>1 else 0
+        mantissa,exponent = torch.frexp(t-level)
+        bits = 1-math.log2(torch.finfo(plan.dtype).eps)
+        return torch.ldexp((mantissa*2**bits).round()/2**bits, exponent)+level
     def is_half(m): return isinstance(m, _half_layers) or not isinstance(m, nn.Embedding) and any(True for _ in m.parameters(recurse=False))
     ms = [m for m in plan.model.modules() if m not in plan.in_fp32 and is_half(m) and not isinstance(m, torch.jit.ScriptModule)]
     handles = [m.register_forward_hook(lambda m, args, out: replace(out, rounds)) for m in ms]
@@ -139,17 +142,26 @@ class Comparison:
         batches = step.batches
         learn,self.weights = batches.learn,batches.model_state.weights()
         if learn.training: self.is_due = False
-        def alone(plan, context=nullcontext()):
+        begin = all_noted(learn, batches.model)
+        def from_begin(f):
+            "Call `f` in the state before the call, without a trace"
+            params = [(p,version(p),p.detach().clone()) for p in batches.model_state.params] # some models write to weights
             put_back = all_noted(learn, batches.model)
+            begin()
             try:
-                with eager(), torch.no_grad(), context: return aside(plan)
-            finally: put_back()
-        try: fp32,half = alone(None),alone(plan) if compiled_modules(learn.model) else None
+                with eager(), torch.no_grad(): return f()
+            finally:
+                put_back()
+                for p,v,copy in params:
+                    if version(p)!=v: p.data.copy_(copy)
+        def control(centred):
+            with rounded(plan, centred): return aside(None)
+        def differ(*controls): return from_begin(lambda: are_wrong(learn, res if half is None else half, fp32, *controls))
+        try:
+            fp32 = from_begin(lambda: aside(None))
+            half = from_begin(lambda: aside(plan)) if compiled_modules(learn.model) else None
         except Exception: return call() # which raises the same exception, unless memory was too small for the comparison
         res = call()
-        def differ(*controls):
-            put_back = all_noted(learn, batches.model) # the loss function may count its calls
-            try: return are_wrong(learn, res if half is None else half, fp32, *controls)
-            finally: put_back()
-        if step.ranks.some(differ()): step.silent = differ([alone(None, rounded(plan, centred)) for centred in (False,True)])
+        if step.ranks.some(differ()): step.silent = differ([from_begin(partial(control, centred)) for centred in (False,True)])
         return res
+

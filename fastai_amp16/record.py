@@ -290,3 +290,4 @@ def read(self:Recording,
     for (n,_),m in zip(carried, measures[len(at)+len(ends):]): self.carried[n] += m.nonfinite
     bad = any(m.nonfinite for m in measures[len(at):len(at)+len(ends)])
     self.finite = self.finite and self.error is None and not bad
+    self.norm = measures[len(at)+len(ends)-1].top if grads else 0. # of the gradients

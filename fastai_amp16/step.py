@@ -55,6 +55,8 @@ def next_scale(
     return None if new in fails else new # a scale that both fits and fails
 
 # %% ../nbs/09_step.ipynb #5a1ff94e
+_far,_times = 16,4 # gradients so many times as large as before are asked about; so many times as large as fp32's are wrong
+
 @dataclass
 class Step:
     "A step of the optimizer in the making: what may be tried, what was tried, and how the present attempt goes"
@@ -68,6 +70,7 @@ class Step:
     can_rerun:bool = True # Can those of this step?
     can_heal:bool = True # May layers be kept in fp32? If not, no attempt runs in fp32
     fp32_first:bool = False # Did recent searches find nothing? Then fp32 is tried before anything else
+    usual:float = math.inf # The largest norm of the gradients in the steps before
     # what was tried
     fits:list = field(default_factory=list) # Loss scales at which the gradients were finite
     fails:list = field(default_factory=list) # Loss scales at which they were not
@@ -85,7 +88,8 @@ class Step:
     backward_at:int = None # Number of forward passes when the last backward pass began
     decided_at:int = None # Number of forward passes when it was decided to take the step
     judged:tuple = ((),0) # The gradients that `outcome` is about, and how often they were written to
-    silent:bool = False # Are the predictions wrong although everything is finite?
+    silent:bool = False # May predictions or gradients be wrong although everything is finite?
+    odd:float = None # The norm of gradients that were far larger than usual, after which fp32 was asked for its own
     error:Exception = None # The exception that half precision raised
     failed:bool = False # Did a diagnosis fail?
     # its end
@@ -159,6 +163,12 @@ class Step:
         else: self.outcome,self.norm = Outcome.overflow,math.inf
         self.judged = now
 
+    @property
+    def is_odd(self) -> bool:
+        "Are the gradients far larger than those of the steps before, and is not known yet whether half precision has made them so?"
+        fell = self.settled and self.fails and self.scale<self.fails[0]/_far
+        return self.odd is None and self.can_heal and self.can_rerun and self.norm is not None and bool(fell or self.norm>_far*self.usual)
+
     def decide(self,
         outcome:Outcome=None # What came of the attempt, if not `self.outcome`
     ) -> Next:
@@ -169,6 +179,8 @@ class Step:
             self.can_rerun = not any(self.ranks.read([int(not self.batches.can_rerun())]))
         self.note(outcome)
         self.next = what_next(self, outcome)
+        if self.next[0] is Next.reference and outcome is Outcome.fine: self.odd = self.norm
+        self.silent = self.silent or self.kind is Next.reference and self.odd is not None and self.next[0] is Next.diagnose
         return self.next[0]
 
     def note(self,
@@ -201,10 +213,14 @@ def what_next(
 ) -> tuple: # A `Next`, and the loss scale of the next attempt if there is another one to try
     "Decide what to do after an attempt, whose scale is in `step.fits` or `step.fails`"
     if step.unusable or not step.can_rerun and outcome is not Outcome.fine: return Next.skip,None
+    if step.odd is not None and step.kind is Next.reference:
+        is_wrong = outcome is Outcome.fine and step.odd>_times*step.norm
+        return (Next.diagnose,None) if is_wrong else (Next.again,step.fits[-1])
     if step.in_fp32:
         if outcome is not Outcome.fine: return Next.skip,None
         return (Next.step if step.kind is Next.fp32 or not step.can_rerun else Next.diagnose),None
     if outcome is Outcome.fine:
+        if step.is_odd: return Next.reference,None
         new = step.scale if step.floor is None or not step.can_rerun else next_scale(step.fits, step.fails, step.floor, step.settled)
         return (Next.step,None) if new in (None,step.scale) else (Next.again,new)
     if outcome is Outcome.overflow:

@@ -30,6 +30,11 @@ def pytest_collection_modifyitems(items):
         if mark and device!='cpu': o.add_marker(pytest.mark.skip(reason=f'on a CPU only: {mark.args[0]}'))
     items.sort(key=lambda o: (o.name.startswith('test_notebook'), '_callback' in o.name))
 
+@pytest.fixture
+def uncompared(monkeypatch):
+    "For tests that look at each call of the model: none is a comparison with fp32"
+    monkeypatch.setattr('fastai_amp16.compare.Comparison.make', lambda self, step, plan, call, aside: call())
+
 @pytest.fixture(autouse=True)
 def tensors_on_the_device():
     "What a test makes lies where the learners train"

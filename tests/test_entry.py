@@ -1072,7 +1072,7 @@ def test_another_loader_gives_each_batch_once(to):
     same_training(a, b)
 
 def test_a_healthy_fit_runs_code_of_the_users_once():
-    "Only the model itself is asked once more, in the 16th step"
+    "Only the model and the loss function are asked once more, in the 1st and the 16th step and in the validation"
     calls,inner = World(),World()
     class See(Callback):
         def after_pred(self): calls.append('pred')
@@ -1083,8 +1083,8 @@ def test_a_healthy_fit_runs_code_of_the_users_once():
     learn.model.head.register_forward_hook(lambda *args: inner.append(torch.is_grad_enabled()))
     fit(learn, 1)
     n_valid = len(learn.dls.valid)
-    assert Counter(calls)==dict(pred=20+n_valid, loss=20+n_valid, function=20+n_valid, backward=20)
-    assert sum(inner)==20 and len(inner)==21+n_valid
+    assert Counter(calls)==dict(pred=20+n_valid, loss=20+n_valid, function=20+n_valid+2*3, backward=20)
+    assert sum(inner)==20 and len(inner)==20+n_valid+3
 
 class Hyper(Callback):
     "Makes a weight of the model, and one of its own, before each batch: by layers that learn, too"
