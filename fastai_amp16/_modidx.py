@@ -543,6 +543,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastai_amp16.remedy._Search.keep': ('remedy.html#_search.keep', 'fastai_amp16/remedy.py'),
                                      'fastai_amp16.remedy._Search.ladder': ('remedy.html#_search.ladder', 'fastai_amp16/remedy.py'),
                                      'fastai_amp16.remedy._Search.last': ('remedy.html#_search.last', 'fastai_amp16/remedy.py'),
+                                     'fastai_amp16.remedy._Search.parts': ('remedy.html#_search.parts', 'fastai_amp16/remedy.py'),
                                      'fastai_amp16.remedy._Search.run': ('remedy.html#_search.run', 'fastai_amp16/remedy.py'),
                                      'fastai_amp16.remedy._Search.weights': ('remedy.html#_search.weights', 'fastai_amp16/remedy.py'),
                                      'fastai_amp16.remedy._Search.without': ('remedy.html#_search.without', 'fastai_amp16/remedy.py'),

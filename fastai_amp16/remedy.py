@@ -137,8 +137,15 @@ class _Search:
         if sound := self.case.is_sound(list(rest), self.low): self.kept = rest
         return sound
 
+    def parts(self, o):
+        "The modules in `o` one by one, each without those that it calls"
+        ran = dict.fromkeys(f.name for f in self.case.fp32.frames if f.name!=loss_name and (not o or f.name==o or f.name.startswith(f'{o}.')))
+        return [o] if o.endswith('.') else list(dict.fromkeys(next(self.ladder(n)) for n in ran))
+
     def drop(self):
         "Remove what is not needed, by delta debugging"
+        # numbers that are lost in one module may have been rounded in another one
+        if self.case.silent: self.kept = {p: why for o,why in self.kept.items() for p in self.parts(o)}
         tests = _tests+3*math.log2(len(self.kept)) # number of runs: a hundred modules at fault need not be tested one by one
         only_alike = [o for o,why in self.kept.items() if why.alike]
         if only_alike: self.without(only_alike)

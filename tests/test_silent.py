@@ -1,0 +1,192 @@
+"Half precision that is finite and wrong: found in the first batch, named, and kept in fp32; and healthy networks, of which nothing is said"
+import math,warnings
+import pytest,torch
+import torch.nn.functional as F
+from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,nn,set_seed
+from fastai_amp16.all import AdamW16
+from fastai_amp16.compare import Comparison,deviation
+from common import Do,both,clean,fit
+
+def mlp(ni, no=1, nh=16): return nn.Sequential(nn.Linear(ni, nh), nn.ReLU(), nn.Linear(nh, no))
+
+# %% programs that lose numbers
+class Angles(nn.Module):
+    "Sines of positions"
+    def __init__(self):
+        super().__init__()
+        self.f,self.net = nn.Linear(1, 12, bias=False),mlp(24)
+        self.f.weight.data,self.f.weight.requires_grad = torch.linspace(0.05, 2.5, 12)[:,None],False
+    def forward(self, t):
+        a = self.f(t)
+        return self.net(torch.cat([a.sin(), a.cos()], 1))
+
+class On(nn.Module):
+    "A network on features that `f` makes of a layer's outputs"
+    def __init__(self, f, level=0., ni=8):
+        super().__init__()
+        self.inp,self.net,self.f,self.level = nn.Linear(ni, 16),mlp(16),f,level
+    def forward(self, x): return self.net(self.f(self.inp(x)+self.level))
+
+class Level(nn.Module):
+    "Puts a forecast back on its level"
+    def __init__(self, level):
+        super().__init__()
+        self.net,self.level = mlp(8),level
+    def forward(self, x): return self.net(x)+self.level
+
+class DenormalizingNorm(nn.Module):
+    "Has the name of a norm"
+    def forward(self, x): return x+700.
+
+class Distances(nn.Module):
+    "To learned centers, by |a|²+|b|²-2ab"
+    def __init__(self, at=24.):
+        super().__init__()
+        self.inp,self.out,self.at = nn.Linear(8, 16),nn.Linear(10, 1),at
+        self.centers = nn.Parameter(at+torch.randn(10, 16))
+    def forward(self, x):
+        h,c = self.inp(x)+self.at,self.centers
+        d = h.square().sum(1, keepdim=True)+c.square().sum(1)-2*h@c.T
+        return self.out((-d/8).softmax(1))
+
+def centred(h): return h-h.mean(1, keepdim=True)
+def standardized(h):
+    "By the difference of two large numbers"
+    return centred(h)/((h*h).mean(1, keepdim=True)-h.mean(1, keepdim=True).square()).clamp(min=0).add(1e-2).sqrt()
+def biased(level):
+    net = mlp(8)
+    nn.init.constant_(net[2].bias, level)
+    return net
+
+def xs(n): return torch.randn(n, 8)
+def product(x): return x[:,:1]*x[:,1:2]/2
+def positions(n): return 4000+torch.randperm(n)[:,None].float()
+
+wrong = { # inputs, targets, model
+    'positions': (positions, lambda t: (t*0.3).sin(), Angles),
+    'centered': (xs, product, lambda: On(centred, 1200.)),
+    'variance of large numbers': (xs, product, lambda: On(standardized, 90.)),
+    'forecast on its level': (xs, lambda x: 1500+product(x), lambda: Level(1500.)),
+    'bias at a high level': (xs, lambda x: 900+product(x), lambda: biased(900.)),
+    'distances': (xs, product, Distances),
+    'small numbers': (xs, product, lambda: nn.Sequential(Do(lambda x: x*1e-9), nn.Linear(8, 16, bias=False), Do(lambda x: x.float()*1e9), mlp(16))),
+}
+
+def learner(inputs, targets, model, loss_func=F.mse_loss, n=192, bs=32, lr=1e-2, **kwargs):
+    set_seed(0, reproducible=True)
+    x = inputs(n+64)
+    y = targets(x)
+    data = list(zip(x, y))
+    dls = DataLoaders(DataLoader(data[:n], bs=bs, shuffle=True), DataLoader(data[n:], bs=64), device=default_device())
+    return Learner(dls, model(), loss_func, AdamW16, lr=lr, **kwargs)
+
+def predictions(learn): return learn.get_preds()[0]
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+@both
+@pytest.mark.parametrize('name', wrong)
+def test_found_in_the_first_batch(name, to, dtype):
+    "The predictions are then those of fp32, as near as rounding allows, and something is left in half precision"
+    fp32,learn = fit(learner(*wrong[name]), 2),fit(getattr(learner(*wrong[name]), to)(), 2)
+    mp = learn.mixed_precision
+    if name=='small numbers' and dtype==torch.bfloat16: return
+    assert mp.history.reruns.astype(bool).tolist()==[True]+[False]*11 and mp.n_skipped==0 and mp.promoted and mp.promoted!=['']
+    assert deviation(predictions(learn), predictions(fp32))<0.1
+    clean(learn)
+
+def test_what_has_the_name_of_a_norm_returns_what_its_code_returns():
+    "In fp32, so no level is lost that it adds"
+    program = xs,lambda x: 700+product(x),lambda: nn.Sequential(mlp(8), DenormalizingNorm())
+    fp32,learn = fit(learner(*program), 2),fit(learner(*program).to_fp16_dynamic(), 2)
+    assert not learn.mixed_precision.reports and deviation(predictions(learn), predictions(fp32))<1e-2
+
+# %% healthy programs, which are far from fp32 by rounding alone, or not at all
+class Again(nn.Module):
+    "A layer, `n` times a function, and a layer"
+    def __init__(self, f, n, no=1):
+        super().__init__()
+        self.inp,self.out,self.f,self.n = nn.Linear(8, 16),nn.Linear(16, no),f,n
+    def forward(self, x):
+        h = self.inp(x)
+        for _ in range(self.n): h = self.f(h)
+        return self.out(h)
+
+class Chaotic(Again):
+    def __init__(self, n):
+        super().__init__(None, n)
+        self.lin = nn.Linear(16, 16)
+        nn.init.normal_(self.lin.weight, std=0.8)
+        self.f = lambda h: torch.tanh(self.lin(h))
+
+class Factors(nn.Module):
+    "A dot product of embeddings"
+    def __init__(self):
+        super().__init__()
+        self.u,self.i = nn.Embedding(20, 8),nn.Embedding(20, 8)
+    def forward(self, x): return (self.u(x[:,0])*self.i(x[:,1])).sum(1, keepdim=True)
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn,self.out = nn.GRU(1, 8, batch_first=True),nn.Linear(8, 1)
+    def forward(self, x): return self.out(self.rnn(x[...,None])[0][:,-1])
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inp,self.block = nn.Linear(1, 16),nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.out = nn.Linear(16, 1)
+    def forward(self, x): return self.out(self.block(self.inp(x[...,None])).mean(1))
+
+def deep(n): return nn.Sequential(nn.Linear(8, 16), *[m for _ in range(n) for m in (nn.ReLU(), nn.Linear(16, 16))], nn.Linear(16, 1))
+def scaled(by):
+    net = mlp(8)
+    with torch.no_grad(): net[2].weight.mul_(by), net[2].bias.mul_(by)
+    return net
+def logistic(h):
+    for _ in range(40): h = 3.9*h*(1-h)
+    return h
+def noisy(x): return x+0.3*torch.randn_like(x)
+def rounded(x): return x+(x.round()-x).detach()
+def hardest(h): return h.argmax(1, keepdim=True)+0*h
+def largest(h): return h*(h>=h.topk(4, 1).values[:,-1:])
+def classes(x): return (x[:,0]>0).long()+(x[:,1]>0).long()
+def signs(x): return product(x).sign()
+def hinge(p, t): return F.relu(1-100*p*t.sign()).mean()+F.mse_loss(p, p.detach())
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin,self.out = nn.Linear(8, 8),nn.Linear(8, 1)
+    def forward(self, x): return self.out(self.lin(torch.relu(self.lin(x))))
+
+healthy = { # inputs, targets, model, and other arguments of the learner
+    'plain': (xs, product, lambda: mlp(8)), 'deep and untrained': (xs, product, lambda: deep(6)),
+    'deeper and untrained': (xs, product, lambda: deep(12)), 'deepest and untrained': (xs, product, lambda: deep(25)),
+    'chaotic': (xs, product, lambda: Chaotic(30)), 'slightly chaotic': (xs, product, lambda: Chaotic(12)),
+    'chaotic in its own code': (xs, product, lambda: nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), Do(logistic), nn.Linear(16, 1))),
+    'dropout': (xs, product, lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.ReLU(), nn.Linear(16, 1))),
+    'augmentation in the model': (xs, product, lambda: nn.Sequential(Do(noisy), mlp(8))),
+    'outputs near 0': (xs, product, lambda: scaled(1e-6)), 'outputs of 0': (xs, product, lambda: scaled(0.)),
+    'quantized': (xs, product, lambda: Again(rounded, 1)), 'argmax': (xs, product, lambda: Again(hardest, 1)),
+    'the four largest': (xs, product, lambda: Again(largest, 1)), 'quantized outputs': (xs, product, lambda: nn.Sequential(mlp(8), Do(rounded))),
+    'batch norm of two': (xs, product, lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)), dict(bs=2, n=32)),
+    'batch norm at the end': (xs, product, lambda: nn.Sequential(mlp(8), nn.BatchNorm1d(1)), dict(bs=4, n=32)),
+    'an easy fit': (xs, lambda x: x[:,:1]/2, lambda: nn.Linear(8, 1), dict(lr=0.1, n=960)),
+    'classes': (xs, classes, lambda: mlp(8, 3), dict(loss_func=F.cross_entropy)),
+    'easy classes': (lambda n: 30*torch.randn(n, 8), classes, lambda: mlp(8, 3), dict(loss_func=F.cross_entropy, n=960)),
+    'hinge loss': (xs, signs, lambda: mlp(8), dict(loss_func=hinge)),
+    'factors': (lambda n: torch.randint(20, (n,2)), lambda i: i.sum(1, keepdim=True)/20, Factors),
+    'recurrent': (xs, product, Recurrent), 'attention': (xs, product, Attention), 'shared weights': (xs, product, Twice),
+    'two scales': (xs, lambda x: torch.cat([1e-3*product(x), product(x)], 1), lambda: mlp(8, 2)),
+    'learning rate of 0': (xs, product, lambda: mlp(8), dict(lr=0.)),
+    'targets on a level': (xs, lambda x: 1000+product(x), lambda: mlp(8)),
+}
+
+@both
+@pytest.mark.parametrize('name', healthy)
+def test_nothing_is_said_of_what_rounding_explains(name, to, dtype):
+    inputs,targets,model,*kwargs = healthy[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        mp = fit(getattr(learner(inputs, targets, model, **dict(*kwargs)), to)(), 3).mixed_precision
+    assert not mp.promoted and not mp.reports and mp.n_skipped==0
