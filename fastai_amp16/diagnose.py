@@ -56,6 +56,8 @@ def _where(case, name):
     kind = type(case.model.get_submodule(name)).__name__
     return f'{name} ({kind})' if name else f'the code of the model itself ({kind})'
 
+def _producer(frame): return None if frame.name==loss_name else frame.name
+
 # %% ../nbs/14_diagnose.ipynb #7636a531
 def _bad_weights(case):
     "A report on weights and buffers that are not finite, or `None`; an infinity in what is not trained may be intended"
@@ -70,27 +72,18 @@ def _bad_data(case):
     "A report on inputs or targets at fault, or `None`: they are if the batch is finite with 0 in place of their NaNs and infinities"
     inputs,ranks = case.batches.inputs,case.ranks
     bad = [t for t in tensors(inputs) if t.layout==torch.strided and not t.isfinite().all()]
-    def is_finite(ts): # on all ranks, with `ts` mended
-        at = {id(t) for t in ts}
-        def mended(t): return torch.where(t.isfinite(), t, 0) if id(t) in at else t
-        with case.batches.with_inputs(mended): return ranks.every(case.run_fp32(modules=False).finite)
-    everywhere = [(rank,i) for rank,n in enumerate(ranks.gather(len(bad))) for i in range(n)]
-    if not everywhere or not is_finite(bad): return
-    def others(*at): return [t for i,t in enumerate(bad) if at!=(ranks.rank,i)]
-    guilty = [at for at in everywhere if len(everywhere)==1 or not is_finite(others(*at))] # a mask of -inf is not
-    return _data_report(inputs, [bad[i] for rank,i in guilty if rank==ranks.rank])
-
-def _data_report(inputs, guilty):
-    "The report on the tensors `guilty` among the inputs and targets; `None` if there are none"
-    samples,n = set(),0
-    for t in guilty:
-        t = t.detach().view(1,1) if t.dim()==0 else t.detach().flatten(1) if t.dim()>1 else t.detach()[:,None]
-        where,n = t.isnan() if t.isnan().any() else ~t.isfinite(),max(n, len(t))
-        samples |= set(where.any(1).nonzero().flatten().tolist())
-    whose = [what for what,o in zip(('inputs','targets'), zip(*inputs)) if any(t is g for t in tensors(o) for g in guilty)]
-    what = f"The {' and '.join(whose)} of the batch are not finite in {len(samples)} of its {n} samples: {listed(sorted(samples), 10)}."
-    remedy = "find these samples in the data, and fix or drop them"
-    if guilty: return PrecisionReport('data', what, remedy, samples=sorted(samples))
+    def mended(t): return torch.where(t.isfinite(), t, 0) if any(t is o for o in bad) else t
+    if not ranks.some(bad): return
+    with case.batches.with_inputs(mended):
+        if not ranks.every(case.run_fp32(modules=False).finite): return
+    has_nan = ranks.some(any(t.isnan().any() for t in bad)) # if so, an infinity may be meant, as in a mask
+    at_fault = {id(t): (t.isnan() if has_nan else ~t.isfinite()).reshape(len(t) if t.dim() else 1, -1).any(1) for t in bad}
+    samples = sorted({i for o in at_fault.values() for i in o.nonzero().flatten().tolist()})
+    def is_guilty(o): return any(at_fault[id(t)].any() for t in tensors(o) if id(t) in at_fault)
+    whose = ' and '.join(what for what,o in zip(('inputs','targets'), zip(*inputs)) if is_guilty(o))
+    n,remedy = max(map(len, at_fault.values()), default=0),"find these samples in the data, and fix or drop them"
+    if samples: return PrecisionReport('data', samples=samples, remedy=remedy, sentence=
+        f"The {whose} of the batch are not finite in {len(samples)} of its {n} samples: {listed(samples, 10)}.")
 
 # %% ../nbs/14_diagnose.ipynb #5625c536
 _exploded = 1e16 # fp32 ends at 3.4e38: the square of such a number comes near it
@@ -110,8 +103,8 @@ def _any_predictions(case):
 def _goes_in(case, frame):
     "The largest absolute number that goes into the call `frame`, weights included; infinite if one is not finite"
     params = () if frame.name==loss_name else case.model.get_submodule(frame.name).parameters()
-    weights = [(0,p.detach().abs().max().item()) for p in params if p.numel()]
-    return max((math.inf if bad else top for bad,top,*_ in (*weights, *(s.value for s in frame.ins if s.value))), default=0)
+    weights = [p.detach().abs().max().item() for p in params if p.numel()]
+    return max((*weights, *(math.inf if s.is_bad() else s.value.top for s in frame.ins if s.value)), default=0)
 
 def _first_bad(run):
     "The phase and the call in which the run is not finite first; the call is `None` if none can be named"
@@ -122,34 +115,33 @@ def _first_bad(run):
 def _diverged(case):
     "The report on a batch that is not finite in fp32 for any other reason, or `None`"
     phase,frame = _first_bad(case.fp32)
-    name = None if frame is None or frame.name==loss_name else frame.name
-    in_loss = frame is not None and phase!='backward' and name is None
-    at_fault = _any_predictions(case) if case.ranks.some(in_loss) else False # on all ranks, since the loss function may need them
+    in_loss = frame is not None and phase!='backward' and frame.name==loss_name
+    at_fault = case.ranks.some(in_loss) and _any_predictions(case) # on all ranks, since the loss function may need them
     if case.fp32.finite: return
     if in_loss and at_fault: return PrecisionReport('loss_func',
         "The loss function gives NaN or infinity whatever the predictions are, also in fp32: the fault is in it or in the targets.",
         "call the loss function with random predictions and the targets of this batch to find the fault")
-    return _divergence(case, phase, frame, name)
+    return _divergence(case, phase, frame)
 
-def _divergence(case, phase, frame, name):
-    "The report on training that diverges, where `name` is the module's or `None` for the loss function"
-    lr = case.learn.opt.hypers[-1]['lr'] if case.learn.opt is not None else None
-    rate = '' if lr is None else f" at a learning rate of {lr:.3g}"
-    if frame is None: return PrecisionReport('divergence',
-        f"The gradients are too large for fp32 as well: training diverges{rate}, in any precision.",
-        "use a lower learning rate, warmup, or a smaller loss; the weights are those of the last good step")
-    where = _where(case, name if name is not None else loss_name)
-    if phase!='backward' and (top := _goes_in(case, frame))<_exploded: return PrecisionReport('divergence',
-        f"The batch is not finite in fp32 either, first in {f'`{frame.op}` in ' if frame.op else ''}{where}, although no number that goes "
-        f"in exceeds {top:.3g}: a division by 0, a root or logarithm of a number that has none, or an exp of a large one.",
-        "keep the argument of a division, sqrt, log or exp in its range (add a small eps, or clamp it), or lower the learning rate",
-        name, frame.op)
-    if phase!='backward': return PrecisionReport('divergence',
-        f"The batch is not finite in fp32 either, first in {where}: training diverges{rate}, in any precision.",
-        "use a lower learning rate, warmup, GradientNormClip, or normalization; the weights are those of the last good step", name)
-    return PrecisionReport('divergence',
-        f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite or too large.",
-        "keep the argument of sqrt, norm, log or a division away from 0 (add a small eps to it), or lower the learning rate", name)
+def _divergence(case, phase, frame):
+    opt,where = case.learn.opt,frame and _where(case, frame.name)
+    diverges = f"training diverges{f' at a learning rate of {lr:.3g}' if (lr := opt and opt.hypers[-1]['lr']) else ''}, in any precision."
+    good,op = "; the weights are those of the last good step",None
+    if frame is None:
+        what = f"The gradients are too large for fp32 as well: {diverges}"
+        remedy = "use a lower learning rate, warmup, or a smaller loss"+good
+    elif phase=='backward':
+        what = f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite or too large."
+        remedy = "keep the argument of sqrt, norm, log or a division away from 0 (add a small eps to it), or lower the learning rate"
+    elif (top := _goes_in(case, frame))<_exploded:
+        op = frame.op
+        what = (f"The batch is not finite in fp32 either, first in {f'`{op}` in ' if op else ''}{where}, although no number that goes "
+                f"in exceeds {top:.3g}: a division by 0, a root or logarithm of a number that has none, or an exp of a large one.")
+        remedy = "keep the argument of a division, sqrt, log or exp in its range (add a small eps, or clamp it), or lower the learning rate"
+    else:
+        what = f"The batch is not finite in fp32 either, first in {where}: {diverges}"
+        remedy = "use a lower learning rate, warmup, GradientNormClip, or normalization"+good
+    return PrecisionReport('divergence', what, remedy, frame and _producer(frame), op)
 
 # %% ../nbs/14_diagnose.ipynb #c66e0f31
 def _scale_report(case, scale):
@@ -168,36 +160,27 @@ def _line(error): return (str(error) or type(error).__name__).splitlines()[0].rs
 
 def _said(case, phase, frame, half):
     "A sentence that says what is at fault"
-    kind,top,fp32,scale = case.kind,torch.finfo(case.dtype).max,case.fp32,half.scale
-    where,what = _where(case, frame.name),f'`{frame.op}` in ' if frame.op else ''
+    kind,top = case.kind,torch.finfo(case.dtype).max
+    what = (f'`{frame.op}` in ' if frame.op else '')+_where(case, frame.name)
     def top_of(way, what='value'):
-        return max((m.top for k,s in fp32.seen.items() if k[:4]==(*frame.call,way) and (m:=getattr(s, what))), default=math.nan)
-    taken,ref = top_of('in'),top_of('out')
-    open_ = half.open if half.error is not None else None # other modules may overflow before this one raises
-    raised = open_ and open_.name==frame.name and (frame.op is None or open_.call==frame.call)
-    if raised and phase!='backward': return f"{what}{where} raises in {kind}: {_line(half.error)}."
+        return max((m.top for k,s in case.fp32.seen.items() if k[:4]==(*frame.call,way) and (m:=getattr(s, what))), default=math.nan)
     if phase=='backward':
-        low = 'not even ' if scale<case.scale or case.min_scale is not None and scale<=case.lowest else ''
+        scale,low = half.scale,'not even ' if half.scale<case.scale or case.min_scale is not None and half.scale<=case.lowest else ''
         for whose,way in (('','out'),('the weights of ','param')):
             if (grad:=top_of(way, 'grad')/case.scale)*scale>top:
-                return f"Gradients of {whose}{what}{where} reach {grad:.3g}: {kind} cannot hold them, {low}at the loss scale {scale:g}."
-        return f"The derivative of {what}{where} is not finite in {kind}, {low}at the loss scale {scale:g}; in fp32 it is finite."
-    if phase=='loss': return f"{what}{where} is not finite for predictions rounded to {kind}; in fp32 it is at most {ref:.3g}."
-    if ref>top: return f"{what}{where} gives numbers up to {ref:.3g}, but the largest {kind} number is {top:g}."
-    if taken>top: return f"{what}{where} takes in numbers up to {taken:.3g}, but the largest {kind} number is {top:g}."
-    is_finite = all(p=='backward' for p,_ in faults(half))
-    fate = f'{kind} rounds to 0' if ref<torch.finfo(case.dtype).tiny else f'are lost in {kind}'
-    if is_finite: return f"{what}{where} gives numbers up to {ref:.3g}, most of which {fate}."
-    return (f"{what}{where} is not finite in {kind}; in fp32 it gives at most {ref:.3g}: a number on the way is too large for {kind}, "
+                return f"Gradients of {whose}{what} reach {grad:.3g}: {kind} cannot hold them, {low}at the loss scale {scale:g}."
+        return f"The derivative of {what} is not finite in {kind}, {low}at the loss scale {scale:g}; in fp32 it is finite."
+    taken,ref,open_ = top_of('in'),top_of('out'),half.open
+    if open_ and open_.name==frame.name and (frame.op is None or open_.call==frame.call): # others may overflow before this one raises
+        return f"{what} raises in {kind}: {_line(half.error)}."
+    if phase=='loss': return f"{what} is not finite for predictions rounded to {kind}; in fp32 it is at most {ref:.3g}."
+    if ref>top: return f"{what} gives numbers up to {ref:.3g}, but the largest {kind} number is {top:g}."
+    if taken>top: return f"{what} takes in numbers up to {taken:.3g}, but the largest {kind} number is {top:g}."
+    if all(p=='backward' for p,_ in faults(half)): # all is finite
+        fate = f'{kind} rounds to 0' if ref<torch.finfo(case.dtype).tiny else f'are lost in {kind}'
+        return f"{what} gives numbers up to {ref:.3g}, most of which {fate}."
+    return (f"{what} is not finite in {kind}; in fp32 it gives at most {ref:.3g}: a number on the way is too large for {kind}, "
             "or so small that it becomes 0.")
-
-def _unseen(case, half, phase):
-    "A report on a fault for which no module can be named"
-    kind,spoilt = case.kind,case.spoilt(half)
-    if spoilt and half.finite: return PrecisionReport('forward', producer='', sentence=
-        f"{listed(spoilt)} {'are' if len(spoilt)>1 else 'is'} finite in fp32 but not in {kind}, and that goes to the next batch.")
-    what = f"The backward pass raises in {kind}: {_line(half.error)}" if half.error is not None else f"Gradients are not finite in {kind}"
-    return PrecisionReport(phase, what+", but no module could be identified as the cause.", producer='')
 
 def _others(case, why):
     "A phrase that says what else stays in fp32, and why"
@@ -213,15 +196,16 @@ def _others(case, why):
 
 def _explained(case, why, plain):
     "The report on a fault of half precision; `why` maps what has to stay in fp32 to its `Reason`"
-    r = first(why.values())
-    if r.frame is None: return _unseen(case, plain, r.phase)
-    frame = _operation(case, r.phase, r.frame, r.half)
-    text,spoilt = _said(case, r.phase, frame, r.half),case.spoilt(plain)
-    text = text[:-1]+_others(case, why)+'.'
-    are = 'are' if len(spoilt)>1 else 'is'
-    if spoilt and plain.finite: text += f" The loss is finite, but {listed(spoilt)} {are} not, and that goes to the next batch."
-    elif case.silent: text += " The code after it turns them into finite numbers, but wrong ones, so nothing else shows the fault."
-    return PrecisionReport(r.phase, re.sub('^the ', 'The ', text), producer=None if frame.name==loss_name else frame.name, op=frame.op)
+    r,spoilt,error = first(why.values()),case.spoilt(plain) if plain.finite else [],plain.error
+    frame,phase = r.frame and _operation(case, r.phase, r.frame, r.half),r.phase
+    if frame: text = _said(case, phase, frame, r.half)[:-1]+_others(case, why)+'.'
+    elif spoilt: text,phase = '','forward'
+    else: text = (f"{f'The backward pass raises in {case.kind}: {_line(error)}' if error else f'Gradients are not finite in {case.kind}'}, "
+                  "but no module could be identified as the cause.")
+    if spoilt: text += f" The loss is finite, but {listed(spoilt)} {'are' if len(spoilt)>1 else 'is'} not, and that goes to the next batch."
+    elif frame and case.silent:
+        text += " The code after it turns them into finite numbers, but wrong ones, so nothing else shows the fault."
+    return PrecisionReport(phase, re.sub('^the ', 'The ', text.strip()), producer=_producer(frame) if frame else '', op=frame and frame.op)
 
 # %% ../nbs/14_diagnose.ipynb #f52a50a2
 def diagnose(
@@ -282,7 +266,8 @@ def _judged(case):
     # an infinity that was replaced in `half` may do no harm
     plain = case.run(modules=False) if case.ranks.some(half.error is None and faults(half)) else half
     found = _found_silent(case, plain) if case.ranks.every(plain.finite) else case.faults(half)
-    if case.ranks.every(case.fits(plain)): return PrecisionReport('healthy', f"Everything is finite in {case.kind} at the loss scale {case.scale:g}.")
+    if case.ranks.every(case.fits(plain)):
+        return PrecisionReport('healthy', f"Everything is finite in {case.kind} at the loss scale {case.scale:g}.")
     healed = heal(case)
     if healed and not healed[0]: # everything is finite at that scale, but may be wrong
         found = _found_silent(case, plain)
@@ -341,18 +326,14 @@ def _of_this_rank(case, error):
         return None,Verdict.no_fp32 if memory or by_fp32 else Verdict.unknown,why
 
 def merged(
-    reports:list, # One per rank; `None` if a rank has nothing to report
-    kept=() # Names of what is kept in fp32 already, for the remedy
+    reports:list # One per rank; `None` if a rank has nothing to report
 ) -> list: # Of `PrecisionReport`
-    "Combine the reports of all ranks: one for each fault"
-    def merge(ranks, rs):
-        res = min(rs, key=lambda r: r.new_scale or math.inf) # the one that names the scale that fits all
-        if len(rs)<len(reports): res.sentence = f"On rank{'s' if len(rs)>1 else ''} {', '.join(map(str, ranks))}: {res.sentence}"
-        res.promoted = list(dict.fromkeys(p for r in rs for p in r.promoted))
-        if res.promoted: res.remedy = keep_code([*kept, *res.promoted], res.dtype)
-        return res
-    by_fault = groupby(((i,r) for i,r in enumerate(reports) if r), lambda o: (o[1].verdict,o[1].producer,o[1].op,tuple(o[1].samples)))
-    return [merge(*zip(*o)) for o in by_fault.values()]
+    "Combine the reports of all ranks, which agree on what stays in fp32: one for each fault"
+    by_fault = groupby(((i,r) for i,r in enumerate(reports) if r), lambda o: (o[1].verdict,o[1].producer,o[1].op,*o[1].samples))
+    for found in by_fault.values():
+        if (n := len(found))<len(reports):
+            found[0][1].sentence = f"On rank{'s' if n>1 else ''} {', '.join(str(i) for i,_ in found)}: {found[0][1].sentence}"
+    return [found[0][1] for found in by_fault.values()]
 
 def _verdict(reports, failed, named):
     "The `Verdict` on what all ranks have found: their reports, their failures, and what `merged` made of them"
@@ -373,7 +354,7 @@ def diagnose_step(
     raised = [f'Rank {i} raised {o}' for i,o in enumerate(raised) if o]
     if raised and error is None: error = RuntimeError(raised[0])
     def tells(r): return r and r.verdict!='healthy' and (case.backward or not r.fp32_fails) # a validation tells of half precision only
-    named = merged([r if tells(r) else None for r in reports], names_of(case.model, case.keep))
+    named = merged([r if tells(r) else None for r in reports])
     verdict = _verdict(reports, failed, named)
     # what is not raised twice in a row is not half precision's fault: code that counts its calls may raise by itself
     if raised and named and not case.ranks.some(all([case.run().error for _ in range(2)])): verdict,named = Verdict.fine,[]

@@ -122,7 +122,8 @@ class Recording(TorchFunctionMode):
         super().__init__()
         self.names = {m:n for n,m in model.named_modules()}
         self.dtype,self.scale,self.reference,self.note = dtype,scale,reference,note
-        self.meant = {(_place(k),what) for k,s in reference.seen.items() for what in ('value','grad') if s.is_bad(what)} if reference else ()
+        refs = reference.seen if reference else {}
+        self.meant = {(_place(k),what) for k,s in refs.items() for what in ('value','grad') if s.is_bad(what)} # infinities that are intended
         self.in_fp32 = {n for m,n in self.names.items() if m in plan.in_fp32} if plan else set()
         # autocast casts the weights of these, so their gradients come in half precision
         self.casts = {n for m,n in self.names.items() if plan and n not in self.in_fp32 and isinstance(m, _with_cast_weights)}
@@ -172,15 +173,6 @@ class Recording(TorchFunctionMode):
         self.again -= in_backward()
         if in_backward() and not self.again: self.__exit__(None, None, None)
         return res
-
-    def loss(self,
-        loss_func, # Any callable
-        *args, **kwargs
-    ):
-        "Call the loss function in a frame of its own"
-        if not self.on: return loss_func(*args, **kwargs)
-        args,kwargs = self._enter(loss_name, (args,kwargs))
-        return self._leave(loss_func(*args, **kwargs))
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -234,7 +226,11 @@ class Recording(TorchFunctionMode):
 class _RecordedLoss:
     "Stands in for the loss function while a batch is recorded"
     def __init__(self, recording, loss_func): self.recording,self.loss_func = recording,loss_func
-    def __call__(self, *args, **kwargs): return self.recording.loss(self.loss_func, *args, **kwargs)
+    def __call__(self, *args, **kwargs):
+        rec = self.recording
+        if not rec.on: return self.loss_func(*args, **kwargs)
+        args,kwargs = rec._enter(loss_name, (args,kwargs))
+        return rec._leave(self.loss_func(*args, **kwargs))
     def __getattr__(self, k):
         if k.startswith('__'): raise AttributeError(k)
         return getattr(self.loss_func, k)

@@ -30,20 +30,6 @@ def scale_that_fits(
     return 2.**good
 
 # %% ../nbs/13_remedy.ipynb #78e9261b
-def _callers(run):
-    "The names of modules that call other modules"
-    return {f.parent.name for f in run.frames if f.op is None and f.parent and f.parent.name!=f.name}
-
-def _ladder(model, name, callers):
-    "What to try in fp32 for a fault in the module `name`, the least first, as in `keep_fp32`"
-    while True:
-        if has_code(model.get_submodule(name)):
-            if name in callers or not name: yield name+'.' # its own code, without the modules that it calls
-            if name: yield name
-        if not name: break
-        name = name.rpartition('.')[0]
-    yield ''
-
 def _covers(promoted, o):
     "Is `o` kept in fp32 already?"
     return any(o==p or p=='' or o.startswith(p+'.') for p in promoted)
@@ -71,11 +57,20 @@ class _Search:
     "The search for what has to stay in fp32 so that the batch of `case` is sound; `kept` maps names to reasons"
     def __init__(self, case):
         # at the lowest loss scale, no module moves to fp32 for gradients that only need a lower scale
-        self.case,self.low,self.kept,self.back,self.callers = case,case.lowest,{},1,_callers(case.fp32)
+        self.case,self.low,self.kept,self.back = case,case.lowest,{},1
+        self.callers = {f.parent.name for f in case.fp32.frames if f.op is None and f.parent and f.parent.name!=f.name}
         names = dict.fromkeys(f.name for f in case.fp32.frames if f.name!=loss_name)
         self.alike = groupby((*names, *(n+'.' for n in names)), partial(likeness, case))
 
-    def ladder(self, name): return _ladder(self.case.model, name, self.callers)
+    def ladder(self, name):
+        "What to try in fp32 for a fault in the module `name`, the least first, as in `keep_fp32`"
+        while True:
+            if has_code(self.case.model.get_submodule(name)):
+                if name in self.callers or not name: yield name+'.' # its own code, without the modules that it calls
+                if name: yield name
+            if not name: break
+            name = name.rpartition('.')[0]
+        yield ''
 
     def add(self, half, alike):
         "Keep what is at fault in the run `half`, and similar modules if `alike`; return whether there was anything"
@@ -93,7 +88,7 @@ class _Search:
         for found in self.case.ranks.gather({o: r.alike for o,r in new.items()}):
             for o,alike in found.items():
                 if o in self.kept and (alike or not self.kept[o].alike): continue
-                self.kept[o] = new.get(o) or replace(why, frame=None, half=None, alike=alike)
+                self.kept[o] = replace(new.get(o) or replace(why, frame=None, half=None), alike=alike) # the same on all ranks
 
     def at_fault(self, found, why, alike):
         "What to keep in fp32 for what was `found` in the phase of `why`, with the reasons"
