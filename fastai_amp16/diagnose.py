@@ -39,7 +39,7 @@ def _table(case):
         res = {'module':f.name, col:m.top/case.scale if 'grad' in col else m.top}
         limit = case.dtype if is_half.get(s.key, False) or f.name not in in_fp32 and col!='weight_grad' else torch.float32
         if m.top>0: res['bits'] = math.log2(torch.finfo(limit).max/m.top)
-        if col=='gradient': res.update(some=m.some, flushed=m.zero-(s.numel-m.some), subnormal=m.small-m.zero)
+        if col=='gradient': res.update(some=m.some, flushed=m.flushed, subnormal=m.subnormal)
         return res
     frames = [f for f in fp32.frames if f.name in modules and has_code(modules[f.name])] # without the loss function and plain containers
     entries = [o for f in frames for o in ({'module':f.name}, *(entry(f, *o) for o in _measured(f) if o[2]))]
@@ -58,7 +58,6 @@ def _where(case, name):
 
 def _producer(frame): return None if frame.name==loss_name else frame.name
 
-# %% ../nbs/14_diagnose.ipynb #7636a531
 def _bad_weights(case):
     "A report on weights and buffers that are not finite, or `None`; an infinity in what is not trained may be intended"
     named = [(n,t.isfinite() if t.requires_grad else ~t.isnan()) for n,t in (*case.model.named_parameters(), *case.model.named_buffers())]

@@ -27,8 +27,8 @@ class Measured(NamedTuple):
     nonfinite:float # How many numbers are not finite
     top:float # The largest absolute number that is finite
     some:float = None # How many numbers are not 0
-    zero:float = None # How many are 0 in half precision
-    small:float = None # How many are 0 or subnormal in half precision
+    flushed:float = None # How many become 0 in half precision
+    subnormal:float = None # How many become subnormal in half precision
 
 def _measure(t, dtype=None):
     "The numbers of a `Measured` as a tensor on the device, without waiting for it; with what `dtype` would lose, if given"
@@ -46,7 +46,8 @@ def _measure(t, dtype=None):
         res = [(~finite).sum(), a.amax() if a.numel() else a.sum()]
         if dtype:
             f = torch.finfo(dtype)
-            res += [o.sum() for o in (a>0, a<f.tiny*f.eps/2, a<f.tiny)] # half of the smallest subnormal rounds to 0
+            some,zero = (a>0).sum(),((a>0) & (a<f.tiny*f.eps/2)).sum() # half of the smallest subnormal rounds to 0
+            res += [some, zero, ((a>0) & (a<f.tiny)).sum()-zero]
         return torch.stack([o.float() for o in res])
 
 def _read(measures):
@@ -69,7 +70,7 @@ class Seen:
         t:Tensor, # The tensor
         ref:'Seen'=None # What was there in the reference
     ):
-        self.key,self.half,self.numel,self.ref = key,t.dtype in half_types,t.numel(),ref
+        self.key,self.half,self.ref = key,t.dtype in half_types,ref
         self.value,self.grad,self.turn,self.hooked,self.calls = None,None,math.inf,False,[] # of `Frame`s, and where it was in them
 
     def is_bad(self,
@@ -123,14 +124,14 @@ class Recording(TorchFunctionMode):
         self.names = {m:n for n,m in model.named_modules()}
         self.dtype,self.scale,self.reference,self.note = dtype,scale,reference,note
         refs = reference.seen if reference else {}
-        self.meant = {(_place(k),what) for k,s in refs.items() for what in ('value','grad') if s.is_bad(what)} # infinities that are intended
+        self.meant = {(_place(k),what) for k,s in refs.items() for what in ('value','grad') if s.is_bad(what)}
         self.in_fp32 = {n for m,n in self.names.items() if m in plan.in_fp32} if plan else set()
         # autocast casts the weights of these, so their gradients come in half precision
         self.casts = {n for m,n in self.names.items() if plan and n not in self.in_fp32 and isinstance(m, _with_cast_weights)}
         self.frames,self.events,self.fired,self.seen,self.stack,self.calls,self.known = [],[],[],{},[],Counter(),{}
         self.handles = [] # of hooks on modules and on tensors, parameters included
         self.without_graph,self.again = set(),0 # modules that ran without a graph in a checkpoint; how many of them are running again
-        self.error,self.open,self.on,self.pred,self.carried,self.finite = None,None,False,None,Counter(),True
+        self.error,self.open,self.on,self.pred,self.carried,self.finite = None,None,False,None,Counter(),True # finite so far
 
     def __reduce__(self): return Recording, (nn.Identity(),) # a copied module is not recorded, and a hook that is off does no harm
 
