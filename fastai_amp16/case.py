@@ -35,7 +35,7 @@ def _derivative(run, s):
 def faults(
     run:Recording, # The run in half precision, with the one in fp32 as its reference
     operations:bool=True # Check the outputs of single operations, too, or only inputs and outputs of modules?
-) -> list: # Pairs of a phase ('forward', 'loss' or 'backward') and the `Frame` at fault, in the order of time
+) -> list: # Pairs of a phase ('forward', 'loss' or 'backward') and the frame at fault, in the order of time
     "Find where numbers come from that are finite in the reference but not in `run`"
     bad = [(f,where) for f,where,s in run.events if (operations or not f.op) and s.is_bad()]
     frames = [f.parent if where=='in' and f.parent else f for f,where in bad]+([run.open] if run.open else [])

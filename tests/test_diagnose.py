@@ -4,7 +4,7 @@ import pytest,torch
 from fastai.basics import nn,partial,set_seed
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.case import Case,deviation
-from fastai_amp16.diagnose import Verdict,after,diagnose,diagnose_step,merged
+from fastai_amp16.diagnose import Verdict,_merged,after,diagnose,diagnose_step
 from fastai_amp16.entry import Entry
 from fastai_amp16.precision import PrecisionPlan
 from fastai_amp16.remedy import heal
@@ -599,12 +599,12 @@ def test_a_loss_function_that_predictions_are_bad_for_is_not_at_fault(loss_func)
 def test_what_several_ranks_found_is_told_once():
     def report(verdict='forward', producer='a', **kwargs):
         return PrecisionReport(verdict, f'{producer} overflows.', producer=producer, promoted=['a'], new_scale=8., **kwargs)
-    assert merged([None, None])==[]
-    one, = merged([report(), report()])
+    assert _merged([None, None])==[]
+    one, = _merged([report(), report()])
     assert (one.sentence,one.promoted,one.new_scale)==('a overflows.', ['a'], 8)
-    a,b = merged([None, report(), report(producer='b'), report()])
+    a,b = _merged([None, report(), report(producer='b'), report()])
     assert (a.sentence,b.sentence)==('On ranks 1, 3: a overflows.','On rank 2: b overflows.')
-    assert len(merged([report('data', None, samples=[1]), report('data', None, samples=[2])]))==2
+    assert len(_merged([report('data', None, samples=[1]), report('data', None, samples=[2])]))==2
 
 def test_a_look_keeps_what_a_step_keeps():
     "The graph of a look holds no copies of finite numbers for its backward pass, of which a large model would have as many as activations"
