@@ -249,7 +249,7 @@ def least(name, o):
     learn.model.load_state_dict(o['state'])
     with training_case(learn, o['batch']) as case:
         case.fp32,case.silent = case.run_fp32(),case.run().finite
-        def sound(keep): return case.sound(case.run(keep))
+        def sound(keep): return case.is_sound(keep)
         keep = o['new']
         if not sound(keep): raise RuntimeError(f'{name}: what stays in fp32 is not enough for the batch that it was found with')
         spare = [p for p in keep if sound([q for q in keep if q!=p])]

@@ -12,12 +12,10 @@ from itertools import dropwhile
 from fastai.basics import *
 from fastai.callback.channelslast import ChannelsLast
 from .nested import half_types
-from .precision import class_named,convs,unwrap
+from .precision import class_named,convs,names_of,unwrap
 from .report import as_html,colors,keep_code,listed,styler
 from .record import loss_name
-from .case import is_bad
 from .messages import emulates_bf16
-from .healing import names_kept
 from .learner import looking,running,training_case
 from .exam import Finding,casts,check,examine,largest,moves
 
@@ -291,7 +289,7 @@ def _headroom(e):
         for s in (*f.ins,*f.outs):
             half = e.half.seen.get(s.key)
             if not s.value or not half or not half.half: continue
-            top = s.value[1] if is_bad(half.value, s.value) else half.value[1]
+            top = s.value[1] if half.is_bad() else half.value[1]
             if top!=e.max and top<largest: tops[f.name] = max(tops[f.name], top) # `torch.finfo(x.dtype).min` is meant
     tops = {n: t for n,t in sorted(tops.items(), key=lambda o: -o[1]) if t>e.max/2}
     if tops:
@@ -390,7 +388,7 @@ def _memory_format(e):
 def _examine(learn, b=None, device=None):
     "The `Checkup` of `learn`, as if it were on `device`"
     mp,model = running(learn),unwrap(learn.model)
-    dtype,kept = (mp.dtype,names_kept(mp)) if mp else (torch.float16,[])
+    dtype,kept = (mp.dtype,names_of(model, mp.keeps(model))) if mp else (torch.float16,[])
     half = [n for n,p in model.named_parameters() if p.dtype in half_types]
     if half:
         fact = f"Parameters in half precision: {listed(half)}. They must be fp32 master weights."

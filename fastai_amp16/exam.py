@@ -11,7 +11,7 @@ from weakref import ref
 from fastai.basics import *
 from .nested import tensors
 from .private import base_of
-from .case import Case,is_bad
+from .case import Case
 from .diagnose import diagnose
 
 # %% ../nbs/19b_exam.ipynb #5f15af6a
@@ -83,7 +83,7 @@ _enough = 6 # bits of room that make a hazard unlikely
 class _Exam:
     "What the checks look at: the operations of a batch, in fp32 and in half precision"
     def __init__(self, case, device):
-        self.case,self.device,self.dtype,self.model,self.learn,self.plan = case,device,case.dtype,case.model,case.learn,case.plan
+        self.case,self.device,self.dtype,self.model,self.learn,self.plan = case,device,case.dtype,case.model,case.learn,case.plan()
         self.kind,self.finfo,self.modules = case.kind,torch.finfo(case.dtype),dict(case.model.named_modules())
         self.max,self.smallest = self.finfo.max,self.finfo.tiny*self.finfo.eps
         self.nodes,self.known,self.found = [],{},[] # operations in the order in which they ran; tensors that are alive; findings so far
@@ -127,7 +127,7 @@ class _Exam:
     def overflows(self, n):
         "Does only half precision make numbers in the result of `n` infinite?"
         if not self.seen(n): return self.max<n.top<largest
-        def more(at, ss): return any(is_bad(o.value, s.value) for i,s in enumerate(ss) if (o:=self.half.seen.get((*n.frame.call,at,i))))
+        def more(at, ss): return any(o.is_bad() for i,_ in enumerate(ss) if (o:=self.half.seen.get((*n.frame.call,at,i))))
         return more('out', n.frame.outs) and not more('in', n.frame.ins)
     def raises(self, n):
         o = self.half and self.half.open

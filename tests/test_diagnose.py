@@ -4,7 +4,7 @@ import pytest,torch
 from fastai.basics import nn,partial,set_seed
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.case import Case,deviation
-from fastai_amp16.diagnose import Verdict,after,diagnose,diagnose_step,merged
+from fastai_amp16.diagnose import Verdict,_merged,after,diagnose,diagnose_step
 from fastai_amp16.entry import Entry
 from fastai_amp16.precision import PrecisionPlan
 from fastai_amp16.remedy import heal
@@ -123,7 +123,7 @@ def test_verdict(name):
         assert c.run(scale=r.new_scale).finite and r.new_scale>=c.min_scale and not c.run(scale=r.new_scale*64).finite
     if verdict in ('forward','backward','loss'):
         promoted,scale,_ = heal(c)
-        assert c.sound(c.run(promoted, scale)) and not c.sound(c.run([], scale)) and promoted==['.' if name=='loss' else producer]
+        assert c.is_sound(promoted, scale) and not c.is_sound([], scale) and promoted==['.' if name=='loss' else producer]
 
 @pytest.mark.parametrize('name', ['forward','backward'])
 def test_a_diagnosis_that_heals_brings_what_helps(name):
@@ -596,23 +596,15 @@ def test_sparse_inputs_are_left_alone():
 def test_a_loss_function_that_predictions_are_bad_for_is_not_at_fault(loss_func):
     assert diagnose(case(between(nn.ReLU()), y=200+torch.rand(8,1), loss_func=loss_func)).verdict=='divergence'
 
-def test_the_words_of_several_ranks_agree_with_what_is_done():
-    def report(scale, promoted):
-        return PrecisionReport('forward', f'{scale} fits.', producer='a', promoted=promoted, new_scale=scale)
-    r, = merged([report(2., ['x']), report(0.25, ['y'])])
-    assert (r.sentence,r.new_scale,r.promoted,r.remedy)==('0.25 fits.', 0.25, ['x','y'], "learn.to_fp16_dynamic(keep_fp32=['x', 'y'])")
-    r, = merged([report(2., ['x']), report(0.25, ['y'])], ['z'])
-    assert r.remedy=="learn.to_fp16_dynamic(keep_fp32=['z', 'x', 'y'])"
-
 def test_what_several_ranks_found_is_told_once():
-    def report(verdict='forward', producer='a', promoted=(), scale=None, **kwargs):
-        return PrecisionReport(verdict, f'{producer} overflows.', producer=producer, promoted=list(promoted), new_scale=scale, **kwargs)
-    assert merged([None, None])==[]
-    one, = merged([report(promoted=['a'], scale=8.), report(promoted=['b','a'], scale=4.)])
-    assert one.sentence=='a overflows.' and one.promoted==['a','b'] and one.new_scale==4
-    a,b = merged([None, report(), report(producer='b'), report()])
-    assert (a.sentence,b.sentence)==('On ranks 1, 3: a overflows.','On rank 2: b overflows.') and a.new_scale is None
-    assert len(merged([report('data', None, samples=[1]), report('data', None, samples=[2])]))==2
+    def report(verdict='forward', producer='a', **kwargs):
+        return PrecisionReport(verdict, f'{producer} overflows.', producer=producer, promoted=['a'], new_scale=8., **kwargs)
+    assert _merged([None, None])==[]
+    one, = _merged([report(), report()])
+    assert (one.sentence,one.promoted,one.new_scale)==('a overflows.', ['a'], 8)
+    a,b = _merged([None, report(), report(producer='b'), report()])
+    assert (a.sentence,b.sentence)==('On ranks 1, 3: a overflows.','On rank 2: b overflows.')
+    assert len(_merged([report('data', None, samples=[1]), report('data', None, samples=[2])]))==2
 
 def test_a_look_keeps_what_a_step_keeps():
     "The graph of a look holds no copies of finite numbers for its backward pass, of which a large model would have as many as activations"
