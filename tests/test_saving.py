@@ -301,7 +301,7 @@ def test_an_export_after_to_fp32_needs_nothing_of_this_package(tmp_path):
     learn = fit(learner(nn.Linear(8,1), loss_func=nn.MSELoss(), opt_func=Adam, path=tmp_path).to_fp16_dynamic(), 1)
     learn.dls = DataLoaders.from_dsets(TfmdLists([0], [noop]), TfmdLists([0], [noop]), bs=8)
     learn.to_fp32().export('plain.pkl')
-    in_a_process(f'''
+    in_a_process('''
 import sys
 class Missing:
     def find_spec(self, name, *args):
