@@ -11,7 +11,7 @@ from functools import cached_property
 from fastai.basics import *
 from .entry import Entry,outside
 from .grads import grad_values,scale_grads
-from .nested import cast_floats,replace,tensors
+from .nested import replace,tensors
 from .precision import PrecisionPlan
 from .private import no_torch_function
 from .snapshot import LearnerState,ModelState
@@ -24,8 +24,7 @@ class Gradients:
         model_state:ModelState # State of its modules
     ):
         self.learn,self.model_state = learn,model_state
-        some = model_state.trained[::len(model_state.trained)//8+1] # a sample: all have gradients, or none, except layers never used
-        self.zeros = any(p.grad is not None for p in some)
+        self.zeros = any(p.grad is not None for p in model_state.some) # a sample: all have gradients, or none, except layers never used
         self.scale = 1. # what they are multiplied by now
         self.leaves = {} # tensors outside the model that get gradients from the loss, with the gradients they had before
         self.true_loss = None # `learn.loss_grad`, while that is multiplied by the loss scale
@@ -36,7 +35,7 @@ class Gradients:
         "All parameters that may have gradients, including those of a loss function and others that the optimizer holds"
         opt = self.learn.opt
         held = [] if opt is None else [p for pg in opt.param_lists for p in pg]
-        return {id(p): p for p in (*self.model_state.all_params, *held)}
+        return {id(p): p for p in (*self.model_state.params, *held)}
 
     def held(self) -> list: # Parameters, and leaves outside the model
         "Everything that has a gradient now"
@@ -141,11 +140,9 @@ class Batches:
         "Can everything that changed since the start of the step be restored?"
         return self.in_memory and not any(is_stuck() for _,is_stuck in self.notes) and not self.has_changed()
 
-    def put_back(self,
-        modes:bool=False # Restore training modes and `requires_grad` as well?
-    ):
+    def put_back(self):
         "Restore the modules to the start of the step, and drop the gradients"
-        self.model_back(modes)
+        self.model_back()
         if self.learn.training: self.gradients.drop() # not in a validation between accumulated batches
 
     def run(self,
@@ -156,8 +153,8 @@ class Batches:
     ):
         "Restore the start of the step and run all batches; exceptions of the last batch are raised"
         self.entry.plan = plan
-        self.put_back(modes=True)
-        if plan is None: self.model_state.replaced(cast_floats) # hidden states go on in fp32
+        self.put_back()
+        if plan is None: self.model_state.to_fp32() # hidden states go on in fp32
         for self.at in range(self.at if only_current else 0, len(self.notes)):  # noqa: B020
             learner_back,_ = self.notes[self.at]
             learner_back()
