@@ -146,55 +146,38 @@ class ModelState:
         loss_func, # Any callable
         learn:Learner=None # The learner, which may hold other modules, as its callbacks may: a teacher, an average, a critic
     ):
-        self.model,self.loss_func = model,loss_func
-        beside = [(id(m),(n,m)) for o in (learn, *(learn.cbs if learn else ())) for n,m in _owners(o, type(o).__name__)]
-        owners = {**dict(beside), **{id(m): (n,m) for o,name in ((loss_func,'loss_func'), (model,'')) for n,m in _owners(o, name)}}.values()
-        self.named = [(n,d) for n,m in owners for d in _attributes(m)]
-        norms = [d for _,m in owners if hasattr(m, 'running_mean') for d in _attributes(m)] # their infinities show in the loss
+        self.model,self.loss_func,self.at,self.before,self.watches = model,loss_func,None,None,True
+        beside,owners = [(type(o).__name__,o) for o in (learn, *(learn.cbs if learn else ()))],{}
+        for name,root in ('',model),('loss_func',loss_func),*beside:
+            for n,o in _owners(root, name): owners.setdefault(id(o), (n,o)) # the model's names win
+        self.named = [(n,d) for n,o in owners.values() for d in _attributes(o)]
+        norms = [d for _,o in owners.values() if hasattr(o, 'running_mean') for d in _attributes(o)] # their infinities show in the loss
         self.norms,self.rest = _Attributes(norms, _torchs),_Attributes([d for _,d in self.named if not any(d is o for o in norms)], _torchs)
-        self.modules = [m for _,m in owners if isinstance(m, nn.Module)]
-        self.modes = [vars(m) for m in self.modules if 'training' in vars(m)] # not those of TorchScript
-        self.lazy = [m for m in self.modules if hasattr(m, 'reset_running_stats') and is_lazy(m.running_mean)]
-        self._sort_params({p for _,(_,m) in beside for p in m.parameters(recurse=False)})
-        self.at,self.before,self.watches = None,None,True
+        modules = [o for _,o in owners.values() if isinstance(o, nn.Module)]
+        self.modes = [vars(m) for m in modules if 'training' in vars(m)] # not those of TorchScript
+        self.lazy = [m for m in modules if hasattr(m, 'reset_running_stats') and is_lazy(m.running_mean)]
+        self.params = list(dict.fromkeys(p for m in modules for p in m.parameters(recurse=False)))
+        self._sort_params({p for name,root in beside for _,m in _owners(root, name) for p in m.parameters()})
 
     def _sort_params(self, theirs):
-        self.params = list(dict.fromkeys(p for m in self.modules for p in m.parameters(recurse=False)))
         mine,ps = {*self.model.parameters()},[p for p in self.params if not (is_lazy(p) or p.is_inference())]
         trained,theirs = [p for p in ps if p.requires_grad and p in mine],theirs-mine
         self.not_written = [*trained, *(p for p in ps if p in theirs)] # a batch that writes to one of these cannot run again
         self.frozen = [(p,version(p)) for p in ps if not p.requires_grad and p not in theirs]
         self.some = trained[::len(trained)//8+1]
 
-    def note(self,
-        with_frozen:bool=False # Copy all frozen weights, not only those that a forward pass was seen to write to?
-    ): # A function that restores the state
-        "Note the state at the start of a step, with training modes and `requires_grad`"
+    def note(self, with_frozen:bool=False): # Copy all frozen weights, not only those that a forward pass was seen to write to?
+        "Return a function that restores the state at the start of a step, with training modes and `requires_grad`"
         self.before = _infinite(now := self.rest.values()),{id(v): _mark(v) for v in now if isinstance(v, Tensor)}
         back = [self.norms.note(),self.rest.note([p for p,v in self.frozen if with_frozen or version(p)!=v])]
-        lazy = [m for m in self.lazy if is_lazy(m.running_mean)] # without statistics so far
+        back += [m.reset_running_stats for m in self.lazy if is_lazy(m.running_mean)] # no statistics yet
         training,trained = [d['training'] for d in self.modes],[p.requires_grad for p in self.params]
         def put_back():
-            for f in (*back, *(m.reset_running_stats for m in lazy)): f()
+            for f in back: f()
             for d,on in zip(self.modes, training): d['training'] = on
             for p,on in zip(self.params, trained):
                 if p.requires_grad!=on: p.requires_grad_(on)
         return put_back
-
-    def attributes(self) -> list: # Of a dict, a key, a value and its mark
-        "The attributes of modules and loss function, without tensors that have a graph, which they would keep alive"
-        return [(d,k,v,_mark(v)) for v,(d,k) in zip(self.rest.values(), self.rest.places)
-                if not isinstance(v, Tensor) or v.grad_fn is None]
-
-    def written_since(self,
-        before:list # From `attributes`
-    ) -> list: # Functions
-        "Find what was written to modules and loss function from outside since `before`; the functions repeat it"
-        def again(d, k, v, copy):
-            d[k] = v
-            if copy is not None: _write(v, copy)
-        return [partial(again, d, k, v, v.detach().clone() if isinstance(v, Tensor) else None) for d,k,old,mark in before
-                if k in d and ((v := d[k]) is not old or _mark(v)!=mark)]
 
     def weights(self) -> tuple:
         "A value that changes when weights are written to; torch does not count writes to `.data`, so it includes a few numbers"
@@ -209,22 +192,22 @@ class ModelState:
         if not self.watches: return 0
         values,(n,marks) = self.rest.values(),self.before
         if _infinite(values)>n: return math.nan
-        def is_watched(t): return t.layout==torch.strided and 0<t.numel()<=_large and _is_float(t) and marks.get(id(t))!=_mark(t)
-        ts = [t for t in values if isinstance(t, Tensor) and is_watched(t)]
-        if not ts: return 0
+        ts = [t for t in values if isinstance(t, Tensor) and marks.get(id(t))!=_mark(t) and t.layout==torch.strided and _is_float(t)]
+        if not (ts := [t for t in ts if 0<t.numel()<=_large]): return 0
         res = 0*get_total_norm(ts, math.inf)
         return res.to(device, torch.float32, non_blocking=res.device.type=='cpu') # so that the host does not wait for the device
 
-    def _places(self): return [(n,d,k,v) for n,d in self.named for k,v in d.items() if k not in _torchs and not isinstance(v, nn.Module)]
+    def _all_held(self):
+        return [(n,d,k,ts) for n,d in self.named for k,v in d.items() if k not in _torchs and (ts := _held(v))]
 
     def carried(self) -> list: # Pairs of a dotted name and a tensor
         "What modules carry from batch to batch, as tensors, without parameters"
-        return [(f'{n}.{k}'.lstrip('.'),t) for n,_,k,v in self._places() for t in _held(v) if not isinstance(t, nn.Parameter)]
+        return [(f'{n}.{k}'.lstrip('.'),t) for n,_,k,ts in self._all_held() for t in ts if not isinstance(t, nn.Parameter)]
 
     def to_fp32(self):
         "Continue half-precision hidden states in fp32"
-        for _,d,k,v in self._places():
-            if any(t.dtype in half_types for t in _held(v)): d[k] = cast_floats(v)
+        for _,d,k,ts in self._all_held():
+            if any(t.dtype in half_types for t in ts): d[k] = cast_floats(d[k])
 
 # %% ../nbs/07_snapshot.ipynb #3d7bd214
 _last = None,None # the memory of numpy's generator when its state was last read, and that state
@@ -249,18 +232,11 @@ def random_states() -> list: # Pairs of a function and the state that it restore
     return res
 
 _results = ('pred','loss_grad') # of the previous batch: an attempt makes its own, and these would keep a graph alive
-_loaders = ('dl','dls') # which are left alone
-_events = ['before_batch', *(f'{when}_{what}' for what in ('pred','loss','backward','step') for when in ('before','after'))]
+_within = 'before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step'
 
-def _is_still(cls):
-    "Is it one of fastai's callbacks that do nothing within a batch? (A `Recorder` acts after it)"
-    if issubclass(cls, MixedPrecision): return True # what it does is restored elsewhere
-    return cls.__module__.startswith('fastai.') and not any(hasattr(cls, o) for o in _events)
-
-def _hypers(learn):
-    "Learning rates and more, a dict for each group of parameters"
-    opt = getattr(learn, 'opt', None)
-    return () if opt is None else opt.opt.param_groups if isinstance(opt, OptimWrapper) else opt.hypers
+def _acts(cb):
+    "May a batch change what the callback has? Not in fastai's own that act after it, as a `Recorder` does; ours is restored elsewhere"
+    return not isinstance(cb, MixedPrecision) and (not type(cb).__module__.startswith('fastai.') or any(hasattr(type(cb), o) for o in _within))
 
 class LearnerState:
     "What a batch may change in a learner and its callbacks: attributes, containers, inputs that are written to, random numbers"
@@ -268,7 +244,7 @@ class LearnerState:
         learn:Learner, # In a fit or a validation
         more:list=() # Dicts with the attributes of other objects
     ):
-        self.learn,self.more,self.cbs = learn,more,None
+        self.learn,self.more,self.cbs = learn,more,None # callbacks may come and go
         self.inputs,self.writes = None,False # those of the last batch; has a batch written to its inputs?
 
     def _note_inputs(self):
@@ -281,12 +257,12 @@ class LearnerState:
 
     def note(self): # Two functions: one restores the state, one tells if it cannot
         "Note the state after all callbacks have prepared a batch"
-        learn,cbs = self.learn,[*self.learn.cbs]
+        attrs,opt,cbs = vars(self.learn),getattr(self.learn, 'opt', None),[*self.learn.cbs]
         if cbs!=self.cbs:
-            dicts = [vars(learn), *(vars(cb) for cb in cbs if not _is_still(type(cb))), *self.more]
-            self.cbs,self.attrs = cbs,_Attributes(dicts, ('xb','yb',*_results,*_loaders), records=True)
-        dicts = [(vars(learn), {**{k: v for k,v in vars(learn).items() if k in ('xb','yb')}, **dict.fromkeys(_results)}),
-                 *((d,d.copy()) for d in _hypers(learn))] # learning rates may change in a batch
+            dicts = [attrs, *map(vars, filter(_acts, cbs)), *self.more]
+            self.cbs,self.attrs = cbs,_Attributes(dicts, ('xb','yb',*_results,'dl','dls'), records=True)
+        hypers = opt.opt.param_groups if isinstance(opt, OptimWrapper) else getattr(opt, 'hypers', ()) # they may change in a batch
+        dicts = [(attrs,{**{k: attrs[k] for k in ('xb','yb') if k in attrs}, **dict.fromkeys(_results)}), *((d,d.copy()) for d in hypers)]
         with no_torch_function(): attrs_back,inputs,states = self.attrs.note(),self._note_inputs(),random_states()
         def put_back():
             with no_torch_function():
@@ -329,9 +305,7 @@ def _shuffling(learn):
     loaders = getattr(learn.dls, 'loaders', None)
     return getattr(vars(loaders[0]).get('dl', loaders[0]), 'rng', None) if loaders else None # inside a `DistributedDL`
 
-def learner_random_states(
-    learn:Learner # The learner, whose batches may be shuffled
-) -> dict: # For `set_learner_random_states`
+def learner_random_states(learn:Learner) -> dict: # The learner, whose batches may be shuffled
     "The states of all random number generators, as lists and tensors that `torch.load` reads with `weights_only=True`"
     res,rng = get_random_states(),_shuffling(learn)
     kind,keys,*rest = res['numpy_state']

@@ -223,7 +223,6 @@ def _accepts(self:Step, e, passes, before):
     if self.unusable: self.batches.put_back()
     if is_batch: self.notice_bare()
     self.dropped = is_batch and self.decided_at is None and not summed and not self.done
-    self.batches.wait()
     return True
 
 @patch
