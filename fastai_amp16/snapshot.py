@@ -236,7 +236,8 @@ _within = 'before_batch','after_pred','after_loss','before_backward','after_back
 
 def _acts(cb):
     "May a batch change what the callback has? Not in fastai's own that act after it, as a `Recorder` does; ours is restored elsewhere"
-    return not isinstance(cb, MixedPrecision) and (not type(cb).__module__.startswith('fastai.') or any(hasattr(type(cb), o) for o in _within))
+    is_fastais = type(cb).__module__.startswith('fastai.')
+    return not isinstance(cb, MixedPrecision) and (not is_fastais or any(hasattr(type(cb), o) for o in _within))
 
 class LearnerState:
     "What a batch may change in a learner and its callbacks: attributes, containers, inputs that are written to, random numbers"
