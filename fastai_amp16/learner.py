@@ -37,10 +37,11 @@ def _replaces(new, old):
     "The sentence that says what `new` replaces; empty if all are alike"
     return f"{_called(new)} replaces {' and '.join(map(_called, old))}." if {*map(_called, old)}-{_called(new)} else ''
 
-def _use(learn, new):
-    "Let `new` replace all mixed precisions of `learn`"
+def _use(learn, mode, kwargs):
+    "Let a `DynamicMixedPrecision` replace all mixed precisions of `learn`"
+    check_keywords(getattr(Learner, f'to_{mode}_dynamic'), kwargs)
+    old,new = _mixed(learn),DynamicMixedPrecision(mode, **kwargs)
     new.make_plan(learn.model) # raises before anything changes
-    old = _mixed(learn)
     _save_more(type(learn))
     if says := _replaces(new, old): print(says)
     return learn.remove_cbs(old).add_cb(new)
@@ -52,8 +53,7 @@ def to_fp16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
 
     Raises `TypeError` for unknown arguments, `ValueError` for invalid ones and for an unsuitable model; for an
     unsuitable optimizer, when `fit` starts."""
-    check_keywords(Learner.to_fp16_dynamic, kwargs)
-    return _use(self, DynamicMixedPrecision('fp16', **kwargs))
+    return _use(self, 'fp16', kwargs)
 
 @patch
 @delegates(DynamicMixedPrecision, but=['amp_mode',*signature(DynamicScaler).parameters])
@@ -61,8 +61,7 @@ def to_bf16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
     """Train in bf16 with `DynamicMixedPrecision`, which replaces any other mixed precision; `to_fp32` ends it
 
     Raises the same errors as `to_fp16_dynamic`. Warns on a GPU that only emulates bf16."""
-    check_keywords(Learner.to_bf16_dynamic, kwargs)
-    return _use(self, DynamicMixedPrecision('bf16', **kwargs))
+    return _use(self, 'bf16', kwargs)
 
 # %% ../nbs/19_learner.ipynb #04307450
 @patch
@@ -80,18 +79,14 @@ def diagnose_fp16(self:Learner,
 # %% ../nbs/19_learner.ipynb #1bf1cb2e
 Learner._fitting = False # is a fit running?
 
-def running(
-    learn:Learner # Any learner
-): # `None` if there is none
-    "The `DynamicMixedPrecision` that is active in `learn`"
+def running(learn:Learner): # Any learner
+    "The `DynamicMixedPrecision` that is active in `learn`, or `None`"
     mp = learn.__dict__.get('mixed_precision')
     if mp is None: # fastai deletes the name when it removes another callback that has it
         mp = next((cb for cb in reversed(learn.cbs) if isinstance(cb, DynamicMixedPrecision)), None)
     return mp if isinstance(mp, DynamicMixedPrecision) and mp.run and mp.learn is learn else None
 
-def looking(
-    learn:Learner # Any learner
-) -> bool:
+def looking(learn:Learner): # Any learner
     "Does `learn` run a batch only to look at it, without keeping its effects?"
     mp = running(learn)
     return bool(mp and (mp.looks or mp.step and mp.step.ends))
@@ -128,15 +123,13 @@ def _standing(learn, f):
         entry.leave()
         vars(learn).pop('_entry', None)
     try:
-        try:
-            learn._entry = entry
-            mp = running(learn)
-            if learn._fitting or _can_compute_half(mp): mp.ready(entry)
-            f()
-        finally: leave()
-    except BaseException:
-        leave() # once more, since a Ctrl-C may have come in the middle of it
-        raise
+        learn._entry = entry
+        mp = running(learn)
+        if learn._fitting or _can_compute_half(mp): mp.ready(entry)
+        f()
+    finally:
+        try: leave()
+        finally: leave() # once more, since a Ctrl-C may have come in the middle of it
 
 def _can_compute_half(mp):
     "Can `learn.model` compute in half precision? A replacement during a validation may not"

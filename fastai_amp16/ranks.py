@@ -47,8 +47,9 @@ class Ranks:
         self.size,self.rank = (1,0) if self.group is None else (self.group.size(),self.group.rank())
         self.catches_up = False # does this rank run a batch alone, which the others have finished?
 
-    def read(self, os:list) -> list: # Numbers, and tensors of one number each; all ranks must pass the same number of them
-        """Sum each of `os` over all ranks, with one read of the device; returns floats
+    def read(self, os:list # Numbers, and tensors of one number each; all ranks must pass the same number of them
+             ) -> list: # Floats
+        """Sum each of `os` over all ranks, with one read of the device
 
         Makes one `all_reduce` of `len(os)` numbers in fp32. If one rank has NaN or infinity, all ranks get it."""
         self.catches_up = False
@@ -63,8 +64,9 @@ class Ranks:
         dist.all_gather_object(res, o, group=self.group)
         return res
 
-    def gather(self, o=None) -> list: # Anything that can be pickled
-        "Collect `o` from all ranks, in their order; all of them must call this. Raises `RankFailed` if one of them calls `fail` instead"
+    def gather(self, o=None # Anything that can be pickled
+               ) -> list: # One entry for each rank, in their order
+        "Collect `o` from all ranks; all of them must call this. Raises `RankFailed` if one of them calls `fail` instead"
         res = self._all((o,None))
         failed = [f'Rank {i} {why}' for i,(_,why) in enumerate(res) if why is not None]
         if failed: raise RankFailed('; '.join(failed))
@@ -74,11 +76,11 @@ class Ranks:
         "Tell the other ranks, which are about to `gather`, that this one cannot go on"
         self._all((None,why))
 
-    def some(self, o) -> bool: # True or false on this rank
+    def some(self, o): # True or false on this rank
         "Is `o` true on any rank?"
         return any(self.gather(bool(o)))
 
-    def every(self, o) -> bool: # True or false on this rank
+    def every(self, o): # True or false on this rank
         "Is `o` true on every rank?"
         return all(self.gather(bool(o)))
 

@@ -107,7 +107,6 @@ class _Attributes:
 
 # %% ../nbs/07_snapshot.ipynb #52ffa5ff
 _torchs = {*vars(nn.Module()), 'forward', compiled_call, '__reduce_ex__'} # attributes of torch, and those of stand-ins
-_mine = Learner,Callback # what is part of `LearnerState`
 
 def _inside(o):
     if isinstance(o, dict): return list(dict.values(o)) if dict.__len__(o)<=_short else [] # a subclass may override `values`
@@ -125,11 +124,10 @@ def _owners(o, name=''):
     elif isinstance(o, partial):
         for v in (o.func, *o.args, *o.keywords.values()): yield from _owners(v, name)
     elif type(getattr(o, '__dict__', None)) is dict:
-        if not isinstance(o, _mine): yield name,o
-        for k,v in vars(o).items():
-            if isinstance(o, _mine) and k in ('model','loss_func'): continue # which may be wrapped
-            for m in (v, *_inside(v)):
-                if isinstance(m, nn.Module): yield from _owners(m, f'{name}.{k}')
+        is_mine = isinstance(o, (Learner,Callback)) # whose attributes are part of `LearnerState`
+        if not is_mine: yield name,o
+        held = [(k,v) for k,v in vars(o).items() if not is_mine or k not in ('model','loss_func')] # these may be wrapped
+        for k,m in [(k,m) for k,v in held for m in (v, *_inside(v)) if isinstance(m, nn.Module)]: yield from _owners(m, f'{name}.{k}')
 
 def _attributes(o):
     "The dicts of what an object may carry from batch to batch: those of torch's layers hold settings"
@@ -306,16 +304,15 @@ def _shuffling(learn):
     loaders = getattr(learn.dls, 'loaders', None)
     return getattr(vars(loaders[0]).get('dl', loaders[0]), 'rng', None) if loaders else None # inside a `DistributedDL`
 
-def learner_random_states(learn:Learner) -> dict: # The learner, whose batches may be shuffled
+def learner_random_states(learn:Learner # The learner, whose batches may be shuffled
+                          ) -> dict: # For `set_learner_random_states`
     "The states of all random number generators, as lists and tensors that `torch.load` reads with `weights_only=True`"
     res,rng = get_random_states(),_shuffling(learn)
     kind,keys,*rest = res['numpy_state']
     return {'all': {**res, 'numpy_state': (kind,keys.tolist(),*rest)}, 'shuffling': rng and rng.getstate()}
 
-def set_learner_random_states(
-    learn:Learner, # The learner, whose batches may be shuffled
-    states:dict # From `learner_random_states`; a machine with another number of GPUs may have saved them
-):
+def set_learner_random_states(learn:Learner, # The learner, whose batches may be shuffled
+                              states:dict): # From `learner_random_states`; a machine with another number of GPUs may have saved them
     "Restore the states of all random number generators, including the one that shuffles batches"
     res,rng = states['all'],_shuffling(learn)
     cuda = [o.cpu() for o in res['torch_cuda_state']][:torch.cuda.device_count()]
