@@ -288,14 +288,14 @@ def unchanged(
     "A context in which you may run batches of `learn`; at its end everything is as before, gradients included"
     modules,others = ModelState(unwrap(learn.model), learn.loss_func, learn),[*map(vars, (*learn.cbs, *_loader_parts(dl)))]
     back,grads = [modules.note(with_frozen=True),LearnerState(learn, others).note()[0]],[(p,p.grad) for p in modules.params]
-    dicts = vars(learn),*others,*(d for _,d in modules.named)
+    dicts,keys = (vars(learn), *others, *(d for _,d in modules.named)),{*vars(learn)}
     exact = [(d,{k: v for k,v in d.items() if k not in _torchs and not _is_iterator(type(v))}) for d in dicts] # tensors with a graph, too
     for p,_ in grads: p.grad = None # else a backward pass would add to them
     try: yield
     finally:
         for f in back: f()
         for d,before in exact: d.update(before)
-        for k in vars(learn).keys()-exact[0][1].keys()-_torchs: del vars(learn)[k] # xb, say
+        for k in vars(learn).keys()-keys: del vars(learn)[k] # xb, say
         for p,g in grads: p.grad = g
 
 # %% ../nbs/07_snapshot.ipynb #f56161eb
