@@ -17,7 +17,7 @@ from .precision import PrecisionPlan,as_list,unwrap
 from .clip import GradientNormClip
 from .grads import grad_params,grad_values,total_norm
 from .scaler import DynamicScaler,require
-from .snapshot import LearnerState,ModelState,learner_random_states,modules_beside,set_learner_random_states
+from .snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
 from .ranks import Ranks
 from .rerun import Batches,Left,not_faults
 from .step import Next,Outcome,Step,StepScaler
@@ -144,7 +144,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if entry is not None:
             modules = self.states and self.states[0]
             if not modules or modules.model is not self.plan.model or modules.loss_func is not learn.loss_func:
-                self.states = ModelState(self.plan.model, learn.loss_func, modules_beside(learn)),LearnerState(learn)
+                self.states = ModelState(self.plan.model, learn.loss_func, learn),LearnerState(learn)
             entry.stand(learn.model)
             entry.plan = self.plan
         return self.plan

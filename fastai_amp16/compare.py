@@ -10,7 +10,7 @@ from fastai.basics import *
 from .entry import eager
 from .nested import tensors
 from .precision import PrecisionPlan,compiled_modules
-from .snapshot import all_noted
+from .snapshot import unchanged
 from .step import Step
 
 # %% ../nbs/09b_compare.ipynb #e952630e
@@ -65,10 +65,7 @@ class Comparison:
         way."""
         learn,self.is_due = step.batches.learn,False
         def alone(plan):
-            put_back = all_noted(learn, step.batches.model)
-            try:
-                with eager(), torch.no_grad(): return aside(plan)
-            finally: put_back()
+            with unchanged(learn), eager(), torch.no_grad(): return aside(plan)
         try: fp32,half = alone(None),alone(plan) if compiled_modules(learn.model) else None
         except Exception: return call() # which raises the same exception, unless memory was too small for the comparison
         res = call()

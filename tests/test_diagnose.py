@@ -587,7 +587,7 @@ def test_sparse_inputs_are_left_alone():
             self.w = nn.Parameter(torch.randn(8,1))
         def forward(self, x): return torch.sparse.mm(x, self.w)*math.inf
     c = case(Sparse)
-    c.batches.inputs.clear(), c.batches.notes.clear(), c.batches.changed.clear()
+    c.batches.inputs.clear(), c.batches.notes.clear()
     c.learn.xb = (x,)
     c.batches.add()
     assert diagnose(c).verdict=='divergence'
