@@ -279,7 +279,9 @@ class DynamicMixedPrecision(MixedPrecision):
                 self.skip_step()
         f()
         # if the model runs again in this batch, a second step begins; it cannot run again, since the weights have changed
-        if step is not None and step.done: step.batches.entry.at_next = partial(self.begin_step, step.batches.entry, False, is_second=True)
+        if step is not None and step.done:
+            begin = partial(self.begin_step, step.batches.entry, False, is_second=True)
+            step.batches.entry.around_next = lambda call, aside: begin() or call()
 
     # The end of a step
 
@@ -333,13 +335,12 @@ class DynamicMixedPrecision(MixedPrecision):
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
         "Note the present state, so that the batch can run again"
         self.ready(entry)
-        self.step_norm,self.skipped,entry.came_in = None,False,[]
-        first = self.step is None
-        if first: self.begin_step(entry, self.rerun)
+        self.step_norm,self.skipped = None,False
+        if first := self.step is None: self.begin_step(entry, self.rerun)
         if self.step.in_fp32: entry.plan = None # as in the batches before this one
         if self.rerun: self.step.batches.add()
         compares = first and self.comparison.is_due and self.training and self.rerun
-        if compares: entry.asks = partial(self.comparison.make, self.step, self.plan)
+        if compares: entry.around_next = partial(self.comparison.make, self.step, self.plan)
 
     def around_batch(self, entry, # The `Entry` of the fit or the validation
                      f): # Function without arguments
@@ -372,9 +373,8 @@ class DynamicMixedPrecision(MixedPrecision):
                   goes_on, # May the fit go on?
                   training): # Is it a training batch?
         "Forget the step if it is done"
-        step,entry.asks,entry.at_next = self.step,None,None
         entry.end_batch()
-        if step: self.log.vain,step.in_vain = self.log.vain+step.in_vain,0
+        if step := self.step: self.log.vain,step.in_vain = self.log.vain+step.in_vain,0
         if not training: self.step = outer
         elif step and self.learn is not None:
             step.notice_bare()

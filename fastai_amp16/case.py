@@ -137,8 +137,8 @@ def look(
 ) -> Recording: # With `finite`, `error`, `pred`, `frames` and more
     "Run all batches and record what goes through the modules, or the exception that they raise; then restore everything"
     batches,entry,before = step.batches,step.batches.entry,vars(step).copy()
-    rec,at_before = Recording(batches.model, **kwargs),(entry.plan,entry.at_next)
-    rec.scale,entry.at_next = scale,None # this is not the beginning of a step
+    rec,at_before = Recording(batches.model, **kwargs),(entry.plan,entry.around_next)
+    rec.scale,entry.around_next = scale,None # this is not the beginning of a step
     this = _Look(step, f, backward, modules, rec)
     step.begin_attempt(Next.again, scale)
     step.ends = this.ends
@@ -147,7 +147,7 @@ def look(
         rec.end()
         batches.learn.loss_func = this.loss_func
         vars(step).update(before)
-        entry.plan,entry.at_next = at_before
+        entry.plan,entry.around_next = at_before
         batches.put_back() # the caller needs the statistics of the start of the step
     if plan: _note_precision(rec, plan)
     return rec

@@ -9,7 +9,8 @@ __all__ = ['wrong', 'deviation', 'Comparison']
 from fastai.basics import *
 from .entry import eager
 from .nested import tensors
-from .precision import PrecisionPlan,compiled_modules
+from .precision import PrecisionPlan
+from .private import compiled
 from .snapshot import all_noted
 from .step import Step
 
@@ -69,7 +70,7 @@ class Comparison:
             try:
                 with eager(), torch.no_grad(): return aside(plan)
             finally: put_back()
-        try: fp32,half = alone(None),alone(plan) if compiled_modules(learn.model) else None
+        try: fp32,half = alone(None),alone(plan) if any(map(compiled, learn.model.modules())) else None
         except Exception: return call() # which raises the same exception, unless memory was too small for the comparison
         res = call()
         step.silent = deviation(res if half is None else half, fp32)>wrong
