@@ -404,8 +404,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'fastai_amp16/precision.py'),
                                         'fastai_amp16.precision.PrecisionPlan.autocast': ( 'precision.html#precisionplan.autocast',
                                                                                            'fastai_amp16/precision.py'),
-                                        'fastai_amp16.precision.PrecisionPlan.device_type': ( 'precision.html#precisionplan.device_type',
-                                                                                              'fastai_amp16/precision.py'),
                                         'fastai_amp16.precision.PrecisionPlan.forward_pass': ( 'precision.html#precisionplan.forward_pass',
                                                                                                'fastai_amp16/precision.py'),
                                         'fastai_amp16.precision._RegisteredNorm': ( 'precision.html#_registerednorm',

@@ -106,7 +106,7 @@ class Notes:
         vs:list # Any values
     ) -> list: # Those that belong in their places: copies where a tensor in them has a graph, which a note must not keep alive
         "Note each value"
-        return vs if _plain.issuperset(map(type, vs)) else [*map(self._value, vs)]
+        return [v if type(v) in _plain else self._value(v) for v in vs]
 
     def _value(self, v):
         kind = _kind(type(v))

@@ -136,7 +136,6 @@ def _in_fp32(f, m, args, kwargs, dev, as_given, own_code, reads_half):
         finally: torch.set_autocast_enabled(dev, True)
     return cast_floats(res, given, (torch.float32,)) if as_given and given in half_types else res
 
-# %% ../nbs/02_precision.ipynb #4bb937e4
 def _in_half(f, m, args, kwargs, dev, dtype):
     "Run a child of a module whose own code alone is kept: switch autocast on again, and return fp32"
     if torch.is_autocast_cache_enabled() or torch.is_autocast_enabled(dev): return f(m, *args, **kwargs)
@@ -251,6 +250,7 @@ class PrecisionPlan:
         self.wrapped,self.model,self.dtype = model,unwrap(model),dtype
         self.params = list(self.model.parameters())
         _refuse(model, self.params)
+        self.device_type = self.params[0].device.type # 'cpu', 'cuda', 'mps', ...
         self._select(as_list(keep_fp32))
         self._assign()
 
@@ -279,11 +279,6 @@ class PrecisionPlan:
                       **{m: (_in_half, dev, self.dtype) for m in again}}
         for m in norms: # these compute the same without a role; autocast has a rule for layer norms, and `SyncBatchNorm` many operations
             if _reads_half(m, dev) and not isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm)): del self.roles[m]
-
-    @property
-    def device_type(self) -> str:
-        "Type of the device that the model is on: 'cpu', 'cuda', 'mps', ..."
-        return self.params[0].device.type
 
     @contextmanager
     def autocast(self):
