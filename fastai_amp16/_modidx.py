@@ -408,6 +408,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'fastai_amp16/precision.py'),
                                         'fastai_amp16.precision._RegisteredNorm': ( 'precision.html#_registerednorm',
                                                                                     'fastai_amp16/precision.py'),
+                                        'fastai_amp16.precision._as_outside': ('precision.html#_as_outside', 'fastai_amp16/precision.py'),
                                         'fastai_amp16.precision._in_fp32': ('precision.html#_in_fp32', 'fastai_amp16/precision.py'),
                                         'fastai_amp16.precision._in_half': ('precision.html#_in_half', 'fastai_amp16/precision.py'),
                                         'fastai_amp16.precision._matcher': ('precision.html#_matcher', 'fastai_amp16/precision.py'),

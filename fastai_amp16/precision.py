@@ -156,6 +156,14 @@ def own_forward(
     while s := _stand_in(f, m): f = s.before
     return None if f==MethodType(type(m).forward, m) else f
 
+def _as_outside(m, protocol):
+    "As `__reduce_ex__`: what a copy or a pickle of `m` is made of, which is the module without stand-ins"
+    make,args,state,*rest = type(m).__reduce_ex__(m, protocol)
+    if isinstance(state, dict):
+        state = {k: v for k,v in state.items() if k not in ('forward','__reduce_ex__')}
+        if (f := own_forward(m)) is not None: state['forward'] = f
+    return make,args,state,*rest
+
 def _unbound(m, attr):
     "A function that runs `attr` of `m`, which it takes as its first argument"
     own = own_forward(m, attr)
@@ -177,12 +185,11 @@ def put_stand_in(
     # the stand-in of another plan, in the next fit, say, does not make it compile anew
     @functools.wraps(f, updated=())
     def forward(self, *args, **kwargs):
-        if not is_compiling():
-            if self is not m: return f(self, *args, **kwargs) # a copy
-            if not owner.inside: return owner.call(run, self, args, kwargs)
+        if not (is_compiling() or owner.inside): return owner.call(run, self, args, kwargs)
         return f(self, *args, **kwargs) if how is None else how(f, self, args, kwargs, *consts)
     forward.stands_in,forward.before,forward.owner = m,vars(m).get(attr),owner
     vars(m)[attr] = MethodType(forward, m)
+    vars(m).setdefault('__reduce_ex__', functools.partial(_as_outside, m))
 
 def remove_stand_ins(
     modules, # Modules that may have some
@@ -190,10 +197,13 @@ def remove_stand_ins(
 ):
     "Remove the stand-ins whose owner does not use them any more"
     for m in modules:
+        attrs = vars(m)
         for k in ('forward',compiled_call):
-            while (s := _stand_in(vars(m).get(k), m)) and (of_all or s.owner.model is None):
-                if s.before is None: del vars(m)[k]
-                else: vars(m)[k] = s.before
+            while (s := _stand_in(attrs.get(k), m)) and (of_all or s.owner.model is None):
+                if s.before is None: del attrs[k]
+                else: attrs[k] = s.before
+        is_ours = getattr(attrs.get('__reduce_ex__'), 'func', None) is _as_outside
+        if is_ours and not any(_stand_in(attrs.get(k), m) for k in ('forward',compiled_call)): del attrs['__reduce_ex__']
 
 # %% ../nbs/02_precision.ipynb #23fda264
 convs = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -312,7 +312,7 @@ def test_a_copy_in_the_forward_pass_is_made_of_masters():
         return s.net(x)
     net = Net(f, net=nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8)))
     with half_forward(net, keep_fp32='net.0'): net(vec())
-    assert all(m.forward.__self__ is m for m in f.seen.modules())
+    assert not any('forward' in vars(m) for m in f.seen.modules())
     assert all(map(torch.equal, f.seen.parameters(), net.net.parameters())) and f.seen[0].weight.dtype==torch.float32
 
 def test_the_gradient_of_one_weight_runs_no_other_layer_backward():
@@ -688,4 +688,4 @@ def test_plans_that_take_turns_leave_nothing_behind():
         with plans[i].forward_pass(): held.append(net(x))
         assert held[-1].dtype==alone[i].dtype and torch.equal(held[-1], alone[i])
     for i in (4,0,5,2,1,0,2,1,0): del held[i]
-    assert not held and not any('forward' in vars(m) for m in net.modules())
+    assert not held and not any({'forward','__reduce_ex__'} & {*vars(m)} for m in net.modules())
