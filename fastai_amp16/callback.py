@@ -231,7 +231,8 @@ class DynamicMixedPrecision(MixedPrecision):
         if step is None or step.decided_at is None or step.done: return
         self.take_step()
         # if the model runs again in this batch, a second step begins; it cannot run again, since the weights have changed
-        step.batches.entry.at_next = partial(self.begin_step, step.batches.entry, False, is_second=True)
+        begin = partial(self.begin_step, step.batches.entry, False, is_second=True)
+        step.batches.entry.around_next = lambda call, aside: begin() or call()
 
     def after_cancel_step(self): # half precision may be why another callback has cancelled it
         step = self.step
@@ -330,13 +331,12 @@ class DynamicMixedPrecision(MixedPrecision):
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
         "Note the present state, so that the batch can run again"
         self.ready(entry)
-        self.skipped,entry.came_in = False,[]
-        first = self.step is None
-        if first: self.begin_step(entry, self.rerun)
+        self.skipped = False
+        if first := self.step is None: self.begin_step(entry, self.rerun)
         if self.step.in_fp32: entry.plan = None # as in the batches before this one
         if self.rerun: self.step.batches.add()
         compares = first and self.comparison.is_due and self.training and self.rerun
-        if compares: entry.asks = partial(self.comparison.make, self.step, self.plan)
+        if compares: entry.around_next = partial(self.comparison.make, self.step, self.plan)
 
     def around_batch(self, entry, # The `Entry` of the fit or the validation
                      f): # Function without arguments
@@ -355,7 +355,7 @@ class DynamicMixedPrecision(MixedPrecision):
             if training and self.step and not self.step.is_decided: self.step.batches.put_back()
             raise
         finally:
-            step,entry.asks,entry.at_next = self.step,None,None
+            step = self.step
             entry.end_batch()
             if step: self.log.vain,step.in_vain = self.log.vain+step.in_vain,0
             if not training: self.step = outer
@@ -376,7 +376,6 @@ class DynamicMixedPrecision(MixedPrecision):
         if is_bare := step.is_bare: self.say_once(bare_step)
         if not goes_on: self.drop_step()
         elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
-        else: step.batches.wait()
 
     @contextmanager
     def asking(self, entry): # The `Entry` of the fit, or a new one

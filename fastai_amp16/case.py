@@ -82,17 +82,17 @@ def _record(case, modules, plan=None, scale=1., **kwargs):
     case.tell()
     case.ranks.gather() # all begin the run, or none does, if one of them has failed
     step,batches,entry = case.step,case.batches,case.batches.entry
-    before,at_before,loss_func = vars(step).copy(),(entry.plan,entry.at_next),case.learn.loss_func
+    before,at_before,loss_func = vars(step).copy(),(entry.plan,entry.around_next),case.learn.loss_func
     rec = Recording(case.model, case.dtype, plan, scale, **kwargs)
     rec.modules,rec.waits = modules,False # are they recorded? will the other ranks ask this one before the backward pass?
     step.begin_attempt(Next.again, scale)
-    step.ends,entry.at_next = partial(_ends, case, rec),None # this is not the beginning of a step
+    step.ends,entry.around_next = partial(_ends, case, rec),None # this is not the beginning of a step
     try: _run(case, rec, loss_func, plan)
     finally:
         rec.end()
         case.learn.loss_func = loss_func
         vars(step).update(before)
-        entry.plan,entry.at_next = at_before
+        entry.plan,entry.around_next = at_before
         batches.put_back() # the caller needs the statistics of the start of the step
     return rec
 

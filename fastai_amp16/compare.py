@@ -9,7 +9,8 @@ __all__ = ['wrong', 'deviation', 'Comparison']
 from fastai.basics import *
 from .entry import eager
 from .nested import tensors
-from .precision import PrecisionPlan,compiled_modules
+from .precision import PrecisionPlan
+from .private import compiled
 from .snapshot import unchanged
 from .step import Step
 
@@ -66,7 +67,7 @@ class Comparison:
         learn,self.is_due = step.batches.learn,False
         def alone(plan):
             with unchanged(learn), eager(), torch.no_grad(): return aside(plan)
-        try: fp32,half = alone(None),alone(plan) if compiled_modules(learn.model) else None
+        try: fp32,half = alone(None),alone(plan) if any(map(compiled, learn.model.modules())) else None
         except Exception: return call() # which raises the same exception, unless memory was too small for the comparison
         res = call()
         step.silent = deviation(res if half is None else half, fp32)>wrong

@@ -51,13 +51,12 @@ class Gradients:
 
     def begin_backward(self,
         scale:float, # The loss scale
-        came_in:list, # Graph nodes of the inputs of the forward passes in this batch
         watch:bool=False # Find out whether the backward pass starts from `learn.loss_grad`?
     ):
         "Multiply the loss, and the gradients so far, by `scale`"
         loss,self.came_through = self.learn.loss_grad,True
         if scale==1: return
-        for t in {*outside([loss.grad_fn, *came_in])}.difference(self.leaves): # a temperature, the centers of a loss function, an input
+        for t in {*outside(loss.grad_fn)}.difference(self.leaves): # a temperature, the centers of a loss function, an input
             if id(t) not in self.params: self.leaves[t] = None if t.grad is None else t.grad.clone()
         self.rescale(scale)
         with no_torch_function(): self.true_loss,self.learn.loss_grad = loss,loss.float()*scale # a plain tensor, which is faster
@@ -153,7 +152,7 @@ class Batches:
             learner_back,_ = self.notes[self.at]
             learner_back()
             self.learn.xb,self.learn.yb = self.inputs[self.at]
-            self.entry.came_in,self.passes = [],self.entry.passes
+            self.passes = self.entry.passes
             try: f()
             except (CancelBatchException,Left) as e: # the gradients of the batch wait for those of the next ones
                 if self.at==len(self.notes)-1 or isinstance(e, Left) and not to_the_end: raise
