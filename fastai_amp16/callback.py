@@ -17,7 +17,7 @@ from .precision import PrecisionPlan,as_list,unwrap
 from .clip import GradientNormClip
 from .grads import grad_params,grad_values,total_norm
 from .scaler import DynamicScaler,require
-from .snapshot import LearnerState,ModelState,learner_random_states,modules_beside,set_learner_random_states
+from .snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
 from .ranks import Ranks
 from .rerun import Batches,Left,not_faults
 from .step import Next,Outcome,Step,StepScaler
@@ -144,7 +144,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if entry is not None:
             modules = self.states and self.states[0]
             if not modules or modules.model is not self.plan.model or modules.loss_func is not learn.loss_func:
-                self.states = ModelState(self.plan.model, learn.loss_func, modules_beside(learn)),LearnerState(learn)
+                self.states = ModelState(self.plan.model, learn.loss_func, learn),LearnerState(learn)
             entry.stand(learn.model)
             entry.plan = self.plan
         return self.plan
@@ -232,7 +232,8 @@ class DynamicMixedPrecision(MixedPrecision):
         if step is None or step.decided_at is None or step.done: return
         self.take_step()
         # if the model runs again in this batch, a second step begins; it cannot run again, since the weights have changed
-        step.batches.entry.at_next = partial(self.begin_step, step.batches.entry, False, is_second=True)
+        begin = partial(self.begin_step, step.batches.entry, False, is_second=True)
+        step.batches.entry.around_next = lambda call, aside: begin() or call()
 
     def after_cancel_step(self): # half precision may be why another callback has cancelled it
         step = self.step
@@ -332,14 +333,14 @@ class DynamicMixedPrecision(MixedPrecision):
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
         "Note the present state, so that the batch can run again"
         self.ready(entry)
-        self.skipped,entry.came_in = False,[]
-        first = self.step is None
-        if first: self.begin_step(entry, self.rerun)
+        self.skipped = False
+        if first := self.step is None: self.begin_step(entry, self.rerun)
         if self.step.in_fp32: entry.plan = None # as in the batches before this one
         if self.rerun: self.step.batches.add()
         learn,comparison = self.learn,self.comparison
         validates = not learn.training and not vars(learn).get('iter') and (learn._fitting or not comparison.knows(self.states[0]))
-        if self.rerun and first and (comparison.is_due if learn.training else validates): entry.asks = partial(self.comparison.make, self.step, self.plan)
+        if self.rerun and first and (comparison.is_due if learn.training else validates):
+            entry.around_next = partial(comparison.make, self.step, self.plan)
 
     def around_batch(self, entry, # The `Entry` of the fit or the validation
                      f): # Function without arguments
@@ -358,7 +359,7 @@ class DynamicMixedPrecision(MixedPrecision):
             if training and self.step and not self.step.is_decided: self.step.batches.put_back()
             raise
         finally:
-            step,entry.asks,entry.at_next = self.step,None,None
+            step = self.step
             entry.end_batch()
             if step: self.log.vain,step.in_vain = self.log.vain+step.in_vain,0
             if not training: self.step = outer
@@ -379,7 +380,6 @@ class DynamicMixedPrecision(MixedPrecision):
         if is_bare := step.is_bare: self.say_once(bare_step)
         if not goes_on: self.drop_step()
         elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
-        else: step.batches.wait()
 
     @contextmanager
     def asking(self, entry): # The `Entry` of the fit, or a new one

@@ -35,7 +35,7 @@ def _derivative(run, s):
 def faults(
     run:Recording, # The run in half precision, with the one in fp32 as its reference
     operations:bool=True # Check the outputs of single operations, too, or only inputs and outputs of modules?
-) -> list: # Pairs of a phase ('forward', 'loss' or 'backward') and the `Frame` at fault, in the order of time
+) -> list: # Pairs of a phase ('forward', 'loss' or 'backward') and the frame at fault, in the order of time
     "Find where numbers come from that are finite in the reference but not in `run`"
     bad = [(f,where) for f,where,s in run.events if (operations or not f.op) and s.is_bad()]
     frames = [f.parent if where=='in' and f.parent else f for f,where in bad]+([run.open] if run.open else [])
@@ -59,56 +59,51 @@ def _wrong_first(run, control=None):
 
 
 # %% ../nbs/12_case.ipynb #f2d4b397
-class _Look:
-    "A run of the batches of a step that takes no step"
-    def __init__(self, case, modules, recording):
-        self.case,self.modules,self.recording,self.loss_func = case,modules,recording,case.learn.loss_func
-        self.waiting = False # will the other ranks ask this one before the backward pass?
+def _ends(case, rec, loss):
+    "Does the batch end before its backward pass, since nothing else has to be known?"
+    rec.waits = False
+    if not case.backward: return True
+    bad = case.ranks.some(not rec.modules and not loss.isfinite().all())
+    rec.finite = rec.finite and not bad
+    return bad
 
-    def ends(self, loss):
-        "Does the batch end before its backward pass, since nothing else has to be known?"
-        self.waiting = False
-        if not self.case.backward: return True
-        bad = self.case.ranks.some(not self.modules and not loss.isfinite().all())
-        self.recording.finite = self.recording.finite and not bad
-        return bad
+def _one_batch(case, rec, loss_func):
+    if rec.modules: case.learn.loss_func = rec.begin(loss_func)
+    rec.waits = case.backward
+    try: case.f()
+    except (Left,*not_faults): raise
+    except Exception as e:
+        rec.fail(e)
+        if case.ranks.size==1: raise
+        if rec.waits: case.ranks.some(True) # the others are about to ask, and have other batches after this one
 
-    def one_batch(self):
-        if self.modules: self.case.learn.loss_func = self.recording.begin(self.loss_func)
-        self.waiting = self.case.backward
-        try: self.case.f()
-        except (Left,*not_faults): raise
-        except Exception as e:
-            self.recording.fail(e)
-            if self.case.ranks.size==1: raise
-            if self.waiting: self.case.ranks.some(True) # the others are about to ask, and have other batches after this one
-
-    def run(self, plan):
-        rec,batches,learn = self.recording,self.case.batches,self.case.learn
-        with self.case.ranks.no_sync(), eager(), torch.set_grad_enabled(self.case.backward), rec if self.modules else nullcontext():
-            try: batches.run(self.one_batch, plan, to_the_end=True)
-            except (Left,*not_faults): pass
-            except Exception as e: rec.fail(e)
-            rec.on,rec.pred,loss = False,cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
-            results = loss if len(learn.yb) and loss is not None else rec.pred
-            batches.gradients.end_backward()
-            rec.read(results, batches.gradients.params.values() if learn.training else [], batches.model_state.carried())
+def _run(case, rec, loss_func, plan):
+    batches,learn = case.batches,case.learn
+    with case.ranks.no_sync(), eager(), torch.set_grad_enabled(case.backward), rec if rec.modules else nullcontext():
+        try: batches.run(partial(_one_batch, case, rec, loss_func), plan, to_the_end=True)
+        except (Left,*not_faults): pass
+        except Exception as e: rec.fail(e)
+        rec.on,rec.pred,loss = False,cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
+        results = loss if len(learn.yb) and loss is not None else rec.pred
+        batches.gradients.end_backward()
+        rec.read(results, batches.gradients.params.values() if learn.training else [], batches.model_state.carried())
 
 def _record(case, modules, plan=None, scale=1., **kwargs):
     "Run all batches and record what goes through the modules, or the exception that they raise; then restore everything"
     case.tell()
     case.ranks.gather() # all begin the run, or none does, if one of them has failed
     step,batches,entry = case.step,case.batches,case.batches.entry
-    before,at_before = vars(step).copy(),(entry.plan,entry.at_next)
-    this = _Look(case, modules, rec := Recording(case.model, case.dtype, plan, scale, **kwargs))
+    before,at_before,loss_func = vars(step).copy(),(entry.plan,entry.around_next),case.learn.loss_func
+    rec = Recording(case.model, case.dtype, plan, scale, **kwargs)
+    rec.modules,rec.waits = modules,False # are they recorded? will the other ranks ask this one before the backward pass?
     step.begin_attempt(Next.again, scale)
-    step.ends,entry.at_next = this.ends,None # this is not the beginning of a step
-    try: this.run(plan)
+    step.ends,entry.around_next = partial(_ends, case, rec),None # this is not the beginning of a step
+    try: _run(case, rec, loss_func, plan)
     finally:
         rec.end()
-        case.learn.loss_func = this.loss_func
+        case.learn.loss_func = loss_func
         vars(step).update(before)
-        entry.plan,entry.at_next = at_before
+        entry.plan,entry.around_next = at_before
         batches.put_back() # the caller needs the statistics of the start of the step
     return rec
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from fastai.basics import *
 from .entry import eager
 from .nested import replace,tensors
-from .precision import PrecisionPlan,compiled_modules
-from .private import version
+from .precision import PrecisionPlan
+from .private import compiled,version
 from .snapshot import ModelState,all_noted
 from .step import Step
 
@@ -148,11 +148,11 @@ class Comparison:
         batches = step.batches
         learn,self.weights = batches.learn,batches.model_state.weights()
         if learn.training: self.is_due = False
-        begin = all_noted(learn, batches.model)
+        begin = all_noted(learn)
         def from_begin(f):
             "Call `f` in the state before the call, without a trace"
             params = [(p,version(p),p.detach().clone()) for p in batches.model_state.params] # some models write to weights
-            put_back = all_noted(learn, batches.model)
+            put_back = all_noted(learn)
             begin()
             try:
                 with eager(), torch.no_grad(): return f()
@@ -165,7 +165,7 @@ class Comparison:
         def differ(*controls): return from_begin(lambda: are_wrong(learn, res if half is None else half, fp32, *controls))
         try:
             fp32 = from_begin(lambda: aside(None))
-            half = from_begin(lambda: aside(plan)) if compiled_modules(learn.model) else None
+            half = from_begin(lambda: aside(plan)) if any(map(compiled, learn.model.modules())) else None
         except Exception: return call() # which raises the same exception, unless memory was too small for the comparison
         res = call()
         if step.ranks.some(differ()): step.silent = differ([from_begin(partial(control, centred)) for centred in (False,True)])

@@ -12,11 +12,10 @@ from itertools import dropwhile
 from fastai.basics import *
 from fastai.callback.channelslast import ChannelsLast
 from .nested import half_types
-from .precision import class_named,convs,unwrap
+from .precision import class_named,convs,names_of,unwrap
 from .report import as_html,colors,keep_code,listed,styler
 from .record import loss_name
 from .messages import emulates_bf16
-from .healing import names_kept
 from .learner import looking,running,training_case
 from .exam import Finding,casts,check,examine,largest,moves
 
@@ -389,7 +388,7 @@ def _memory_format(e):
 def _examine(learn, b=None, device=None):
     "The `Checkup` of `learn`, as if it were on `device`"
     mp,model = running(learn),unwrap(learn.model)
-    dtype,kept = (mp.dtype,names_kept(mp)) if mp else (torch.float16,[])
+    dtype,kept = (mp.dtype,names_of(model, mp.keeps(model))) if mp else (torch.float16,[])
     half = [n for n,p in model.named_parameters() if p.dtype in half_types]
     if half:
         fact = f"Parameters in half precision: {listed(half)}. They must be fp32 master weights."

@@ -8,8 +8,8 @@ __all__ = ['half_types', 'replace', 'tensors', 'cast_floats', 'refill', 'Notes']
 # %% ../nbs/01_nested.ipynb #3d4a609a
 import copy,functools,operator,random
 from collections import Counter,OrderedDict,defaultdict,deque
-from collections.abc import Mapping,MutableMapping
-from dataclasses import fields,is_dataclass
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from functools import partial
 from types import BuiltinFunctionType,FunctionType,MappingProxyType
 import numpy as np,torch
@@ -22,55 +22,43 @@ def replace(
     o, # A tensor, or tuples, lists, sets, dicts and dataclasses of tensors, at any depth; anything else is returned as it is
     f, # Takes a tensor and returns its replacement
     objects:bool=False # Replace tensors in the attributes of other objects, too?
-): # Same types as `o`, including named tuples and subclasses of dict
+): # Same types as `o`, including named tuples and subclasses of dict; `o` itself if `f` has replaced nothing in it
     "Return `o` with `f(t)` in place of each tensor `t`"
-    def again(v): return replace(v, f, objects)
     if isinstance(o, Tensor): return f(o)
-    if type(o) in (tuple,list): return type(o)([again(v) for v in o]) # a fast path for the most frequent types
-    if isinstance(o, dict):
-        res = copy.copy(o)
-        for k,v in o.items(): res[k] = again(v)
-        return res
-    if isinstance(o, MappingProxyType): return MappingProxyType(again(dict(o)))
-    if isinstance(o, (tuple,list,L)) or isinstance(o, (set,frozenset)) and any(isinstance(v, Tensor) for v in o):
-        return _like(o, [again(v) for v in o])
-    if is_dataclass(o) and not isinstance(o, type):
-        res = copy.copy(o)
-        for k in fields(o): object.__setattr__(res, k.name, again(getattr(o, k.name))) # also if it is frozen
-        return res
-    return _with_attributes(o, f) if objects or isinstance(o, MutableMapping) else o # such a mapping keeps what it has in an attribute
-
-def _like(o, items):
-    "A container of the type of `o`, with other items and the same attributes"
-    if isinstance(o, list):
-        res = copy.copy(o)
-        res[:] = items
-        return res
-    if not isinstance(o, tuple): return type(o)(items)
-    try: res = tuple.__new__(type(o), items) # past a constructor of its own
-    except TypeError: return type(o)(items) # torch's own tuples
-    if hasattr(res, '__dict__'): vars(res).update(vars(o))
+    if isinstance(o, MappingProxyType): return MappingProxyType(replace(dict(o), f, objects))
+    if isinstance(o, (tuple,list,dict,set,frozenset)):
+        old = [*(o.values() if isinstance(o, dict) else o)]
+        new = [replace(v, f, objects) for v in old]
+        return o if all(map(operator.is_, new, old)) else _filled(o, new)
+    if not _is_open(o, objects) or (new := replace(vars(o), f)) is vars(o): return o
+    res = copy.copy(o)
+    vars(res).update(new) # also if it is frozen
     return res
 
-def _with_attributes(o, f):
-    "A copy of the object `o` with replaced tensors in its attributes; `o` itself if nothing was replaced"
-    if isinstance(o, (type,nn.Module)) or callable(o) or not hasattr(o, '__dict__'): return o
-    new = {k: replace(v, f) for k,v in vars(o).items()}
-    new = {k: v for k,v in new.items() if any(a is not b for a,b in zip(tensors(vars(o)[k]), tensors(v)))}
-    res = copy.copy(o) if new else o
-    vars(res).update(new) # also if it is frozen
+def _is_open(o, objects):
+    "Is `o` looked into? Mappings and `L` keep what they hold in an attribute, too"
+    if isinstance(o, (type,nn.Module)) or callable(o) or not hasattr(o, '__dict__'): return False
+    return objects or is_dataclass(o) or isinstance(o, (Mapping,L))
+
+def _filled(o, items):
+    "A container of the type of `o`, with other items and the same attributes"
+    if isinstance(o, (list,dict,deque)):
+        res = copy.copy(o)
+        for k,v in zip(o if isinstance(o, dict) else range(len(o)), items): res[k] = v
+        return res
+    try: res = tuple.__new__(type(o), items) # past a constructor of its own
+    except TypeError: return type(o)(items) # sets, and torch's own tuples
+    if hasattr(res, '__dict__'): vars(res).update(vars(o))
     return res
 
 # %% ../nbs/01_nested.ipynb #1fdb1368
 def tensors(
     o # A tensor, or containers of tensors at any depth, sets included
-): # An iterator of tensors
-    "Iterate over the floating point and complex tensors in `o`"
-    if isinstance(o, Tensor):
-        if o.is_floating_point() or o.is_complex(): yield o
-    elif isinstance(o, Mapping): yield from tensors(list(o.values()))
-    elif isinstance(o, (tuple,list,L,set)): yield from (t for v in o for t in tensors(v))
-    elif is_dataclass(o) and not isinstance(o, type): yield from (t for k in fields(o) for t in tensors(getattr(o, k.name)))
+) -> list: # Of tensors
+    "The floating point and complex tensors in `o`"
+    res = []
+    replace(o, lambda t: res.append(t) or t)
+    return [t for t in res if t.is_floating_point() or t.is_complex()]
 
 # %% ../nbs/01_nested.ipynb #b877363b
 half_types = (torch.float16, torch.bfloat16)
@@ -108,43 +96,32 @@ def _cut(o, n, last):
     del o[n:]
     if len(o)==n: o[-1] = last
 
-def _filled(o, items):
-    "A container like `o` with other items"
-    if isinstance(o, dict): dict.update(res := o.copy(), zip(o, items)) # `Counter.update` would add
-    else: res = deque(items, o.maxlen) if isinstance(o, deque) else o._make(items) if hasattr(o, '_make') else type(o)(items)
-    return res
-
 class Notes:
     "Notes on what is in some values now: functions that restore it in place (`back`), and the `tensors` that are still to be copied"
     def __init__(self,
         records:bool=False # Note what is in other objects as well, if they hold only plain values, as meters do?
     ): self.records,self.tensors,self.back,self.seen = records,[],[],set()
 
-    def value(self,
-        v # Any value
-    ):
-        "What belongs in the place of `v`: `v` itself, or a copy if a tensor in it has a graph, which a note must not keep alive"
-        kind = _kind(type(v))
-        if kind is None or id(v) in self.seen: return v
-        if kind is not Notes.tensor: self.seen.add(id(v))
-        return kind(self, v)
-
     def values(self,
         vs:list # Any values
-    ) -> list: # Those that belong in their places
+    ) -> list: # Those that belong in their places: copies where a tensor in them has a graph, which a note must not keep alive
         "Note each value"
-        return vs if _plain.issuperset(map(type, vs)) else [*map(self.value, vs)]
+        return [v if type(v) in _plain else self._value(v) for v in vs]
 
-    def tensor(self, t): # Any tensor
-        "Note a tensor, to be copied later with others"
+    def _value(self, v):
+        kind = _kind(type(v))
+        if kind is None or id(v) in self.seen: return v
+        if kind is not Notes._tensor: self.seen.add(id(v))
+        return kind(self, v)
+
+    def _tensor(self, t):
         if t.grad_fn is not None: return t.detach()
         self.tensors.append(t)
         return t
 
-    def container(self, o): # A list, a dict or another container of Python's
-        "Note a container and, unless it is large, what is in it"
+    def _container(self, o):
         if len(o)>_short and isinstance(o, list): # most likely a log, which only grows
-            self.back.append(partial(_cut, o, len(o), self.value(o[-1])))
+            self.back.append(partial(_cut, o, len(o), self._value(o[-1])))
             return o
         if len(o)>_huge: return o
         copy = o if isinstance(o, tuple) else o.copy() # before anything else, since another thread may write to `o`
@@ -154,22 +131,20 @@ class Notes:
         if not isinstance(o, tuple): self.back.append(partial(refill, o, copy))
         return o
 
-    def L(self, o): # An `L`
-        "Note fastcore's list"
-        items = self.value(o.items)
+    def _L(self, o):
+        items = self._value(o.items)
         return o if items is o.items else L(items)
 
-    def state(self, o): # An array or a random generator
-        "Note an object with a state of its own"
+    def _state(self, o):
+        "Note an array or a random generator"
         if back := _states[type(o)](o): self.back.append(back)
         return o
 
-    def record(self, o): # Any other object
-        "For objects that only hold numbers, tensors, containers and functions, as meters do, unlike files and loaders"
+    def _record(self, o):
+        "Note an object if it only holds numbers, tensors, containers and functions, as meters do, unlike files and loaders"
         attrs = vars(o)
-        if self.records and attrs and all(t in _plain or _kind(t) not in (None,Notes.record) for t in {*map(type, attrs.values())}):
-            copy = self.value(attrs)
-            if copy is not attrs: self.back.append(partial(refill, attrs, copy))
+        if self.records and attrs and all(t in _plain or _kind(t) not in (None,Notes._record) for t in {*map(type, attrs.values())}):
+            if (copy := self._value(attrs)) is not attrs: self.back.append(partial(refill, attrs, copy))
         return o
 
 _plain = frozenset({int,float,bool,complex,str,bytes,type(None),np.float64,np.float32,np.int64,FunctionType,BuiltinFunctionType,partial})
@@ -183,8 +158,8 @@ _no_records = (nn.Module,Learner,Callback,DataLoaders,Optimizer,torch.optim.Opti
 @functools.cache
 def _kind(cls):
     "How to note objects of a class; `None` for what is left alone"
-    if issubclass(cls, Tensor): return None if issubclass(cls, nn.Parameter) else Notes.tensor
-    if cls is L: return Notes.L
-    if cls in _states: return Notes.state
-    if cls in _containers or issubclass(cls, tuple) and hasattr(cls, '_make'): return Notes.container
-    return None if cls in _plain or issubclass(cls, _no_records) or not cls.__dictoffset__ else Notes.record
+    if issubclass(cls, Tensor): return None if issubclass(cls, nn.Parameter) else Notes._tensor
+    if cls is L: return Notes._L
+    if cls in _states: return Notes._state
+    if cls in _containers or issubclass(cls, tuple) and hasattr(cls, '_make'): return Notes._container
+    return None if cls in _plain or issubclass(cls, _no_records) or not cls.__dictoffset__ else Notes._record

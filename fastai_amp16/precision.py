@@ -4,24 +4,23 @@
 
 # %% auto #0
 __all__ = ['norm_types', 'convs', 'register_norm', 'half_forward', 'is_norm', 'as_list', 'class_named', 'find_modules',
-           'names_of', 'own_forward', 'put_stand_in', 'remove_stand_ins', 'unwrapped', 'unwrap', 'compiled_modules',
-           'PrecisionPlan']
+           'names_of', 'own_forward', 'put_stand_in', 'remove_stand_ins', 'unwrapped', 'unwrap', 'PrecisionPlan']
 
 # %% ../nbs/02_precision.ipynb #ebfd676d
-import functools,inspect
+import functools
 from abc import ABC
 from collections.abc import Callable
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from inspect import getattr_static
+from types import MethodType,SimpleNamespace
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from types import FunctionType,MethodType
 from fastcore.xtras import is_listy
 from .nested import cast_floats,half_types
-from .private import compiled,compiled_call,inside_compiled,knows_bf16
+from .private import compiled_call,inside_compiled,knows_bf16
 
 # %% ../nbs/02_precision.ipynb #bc6706e7
 def register_norm(
@@ -52,7 +51,6 @@ class _RegisteredNorm(ABC): # noqa: B024 (nothing to implement: it only answers 
 norm_types = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d,
               nn.InstanceNorm2d, nn.InstanceNorm3d, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d, _RegisteredNorm)
 
-# %% ../nbs/02_precision.ipynb #a199ef86
 def is_norm(
     m:nn.Module # Any module
 ) -> bool:
@@ -73,7 +71,6 @@ def _matcher(which):
     if callable(which):              return which
     raise TypeError(f"keep_fp32 takes modules, module types, dotted names with * and predicates (name, module) -> bool, and got {which!r}.")
 
-# %% ../nbs/02_precision.ipynb #e78de834
 def as_list(
     keep_fp32 # As `to_fp16_dynamic` takes it
 ) -> list: # Its entries; `L` would take a Sequential apart
@@ -124,36 +121,31 @@ def _reads_half(m, device_type):
     if device_type!='cuda' or not type(m).__module__.startswith('torch.nn.') or own_forward(m) is not None: return False
     return isinstance(m, _no_casts) or isinstance(m, nn.LayerNorm) and m.weight is None
 
-def _is_left_alone(m, device_type):
-    "Does `m` compute the same with and without autocast? autocast has a rule for layer norms, and `SyncBatchNorm` has many operations"
-    return _reads_half(m, device_type) and not isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm))
-
-def _in_fp32(forward, first, args, kwargs, dev, as_given, own_code, reads_half):
-    "Run `forward` in fp32 if autocast is on for device type `dev`; return the dtype of the input if `as_given`"
-    if not torch.is_autocast_enabled(dev): return forward(*first, *args, **kwargs)
+def _in_fp32(f, m, args, kwargs, dev, as_given, own_code, reads_half):
+    "Run `f(m, *args, **kwargs)` in fp32 if autocast is on for device type `dev`; return the dtype of the input if `as_given`"
+    if not torch.is_autocast_enabled(dev): return f(m, *args, **kwargs)
     arg,*_ = *args,*kwargs.values(),None
     given = getattr(arg, 'dtype', None)
     if not reads_half: args,kwargs = [*map(cast_floats, args)],kwargs and {k: cast_floats(v) for k,v in kwargs.items()}
     if own_code or torch.compiler.is_compiling():
         how = {'cache_enabled':False} if own_code else {} # a mark for the modules inside, which an activation checkpoint restores
-        with torch.autocast(dev, enabled=False, **how): res = forward(*first, *args, **kwargs)
+        with torch.autocast(dev, enabled=False, **how): res = f(m, *args, **kwargs)
     else: # the same, for a fifth of the time
         torch.set_autocast_enabled(dev, False)
-        try: res = forward(*first, *args, **kwargs)
+        try: res = f(m, *args, **kwargs)
         finally: torch.set_autocast_enabled(dev, True)
     return cast_floats(res, given, (torch.float32,)) if as_given and given in half_types else res
 
-# %% ../nbs/02_precision.ipynb #4bb937e4
-def _in_half(forward, first, args, kwargs, dev, dtype):
+def _in_half(f, m, args, kwargs, dev, dtype):
     "Run a child of a module whose own code alone is kept: switch autocast on again, and return fp32"
-    if torch.is_autocast_cache_enabled() or torch.is_autocast_enabled(dev): return forward(*first, *args, **kwargs)
-    with torch.autocast(dev, dtype=dtype, cache_enabled=True): return cast_floats(forward(*first, *args, **kwargs))
+    if torch.is_autocast_cache_enabled() or torch.is_autocast_enabled(dev): return f(m, *args, **kwargs)
+    with torch.autocast(dev, dtype=dtype, cache_enabled=True): return cast_floats(f(m, *args, **kwargs))
 
 # %% ../nbs/02_precision.ipynb #d0c7cafa
-def _behind(f):
-    "The function of the stand-in `f`; `None` if it is none"
-    f = f.__func__ if isinstance(f, MethodType) else f
-    return f if isinstance(f, FunctionType) and 'stands_for' in vars(f) else None
+def _stand_in(f, m):
+    "The function of the method `f`, if that is a stand-in in `m`"
+    f = getattr(f, '__func__', None)
+    return f if getattr(f, 'stands_in', None) is m else None
 
 def own_forward(
     m:nn.Module, # Perhaps with stand-ins
@@ -161,8 +153,8 @@ def own_forward(
 ): # A callable, or `None` where the class's `forward` is the one
     "The `forward` that the instance `m` itself has, if any"
     f = vars(m).get(attr)
-    while (s := _behind(f)) and s.module is m: f = s.stands_for
-    return None if isinstance(f, MethodType) and f.__self__ is m and f.__func__ is type(m).forward else f
+    while s := _stand_in(f, m): f = s.before
+    return None if f==MethodType(type(m).forward, m) else f
 
 def _as_outside(m, protocol):
     "As `__reduce_ex__`: what a copy or a pickle of `m` is made of, which is the module without stand-ins"
@@ -172,38 +164,31 @@ def _as_outside(m, protocol):
         if (f := own_forward(m)) is not None: state['forward'] = f
     return make,args,state,*rest
 
-@functools.cache
-def _signature(f):
-    try: return inspect.signature(f)
-    except (TypeError,ValueError): return None # of code that is not Python's
+def _unbound(m, attr):
+    "A function that runs `attr` of `m`, which it takes as its first argument"
+    own = own_forward(m, attr)
+    if own is None and not isinstance(getattr_static(type(m), 'forward'), staticmethod): return type(m).forward
+    if getattr(own, '__self__', None) is m: return own.__func__
+    own = own or type(m).forward
+    return functools.wraps(own, updated=())(lambda m, *args, **kwargs: own(*args, **kwargs))
 
 def put_stand_in(
     m:nn.Module, # Any module
-    owner, # Has `inside`, `call` and `standing`, as `Entry` does: is a pass under way, what begins one, and are its stand-ins in use?
+    owner, # Has `inside`, `call` and `model`, as `Entry` does: is a pass under way, what begins one, and `None` once it needs no stand-ins
     role:tuple=None, # A function from `PrecisionPlan.roles` with its last arguments
     attr:str='forward' # The method to stand in for
 ):
     "Run `attr` of `m` by its role from now on, in a forward pass that begins here if none is under way"
-    own,is_compiling = own_forward(m, attr),torch.compiler.is_compiling
-    if own is None and isinstance(getattr_static(type(m), 'forward'), staticmethod): own = type(m).forward
-    how,*consts = role or (None,)
-    def run(m, args, kwargs):
-        f,first = (type(m).forward,(m,)) if own is None else (own,())
-        return f(*first, *args, **kwargs) if how is None else how(f, first, args, kwargs, *consts)
+    f,is_compiling,(how,*consts) = _unbound(m, attr),torch.compiler.is_compiling,role or (None,)
+    def run(m, args, kwargs): return f(m, *args, **kwargs) if how is None else how(f, m, args, kwargs, *consts)
     # to `torch.compile`, methods of a module with the same code and constants are the same, and other objects never are: so
     # the stand-in of another plan, in the next fit, say, does not make it compile anew
-    if own is None:
-        def forward(m, *args, **kwargs):
-            if not (is_compiling() or owner.inside): return owner.call(run, m, args, kwargs)
-            return type(m).forward(m, *args, **kwargs) if how is None else how(type(m).forward, (m,), args, kwargs, *consts)
-    else:
-        def forward(*args, **kwargs):
-            return run(m, args, kwargs) if is_compiling() or owner.inside else owner.call(run, m, args, kwargs)
-    forward.__wrapped__ = own or type(m).forward
-    forward.__doc__ = forward.__wrapped__.__doc__
-    forward.__signature__ = _signature(forward.__wrapped__) if attr=='forward' else None
-    forward.module,forward.stands_for,forward.owner = m,vars(m).get(attr),owner
-    vars(m)[attr] = MethodType(forward, m) if own is None else forward
+    @functools.wraps(f, updated=())
+    def forward(self, *args, **kwargs):
+        if not (is_compiling() or owner.inside): return owner.call(run, self, args, kwargs)
+        return f(self, *args, **kwargs) if how is None else how(f, self, args, kwargs, *consts)
+    forward.stands_in,forward.before,forward.owner = m,vars(m).get(attr),owner
+    vars(m)[attr] = MethodType(forward, m)
     vars(m).setdefault('__reduce_ex__', functools.partial(_as_outside, m))
 
 def remove_stand_ins(
@@ -214,13 +199,11 @@ def remove_stand_ins(
     for m in modules:
         attrs = vars(m)
         for k in ('forward',compiled_call):
-            while (s := _behind(attrs.get(k))) and (of_all or not s.owner.standing):
-                if s.module is not m: attrs[k] = own_forward(s.module) or MethodType(type(s.module).forward, s.module) # it was borrowed
-                elif s.stands_for is not None: attrs[k] = s.stands_for
-                else: del attrs[k]
-        copies = attrs.get('__reduce_ex__')
-        if getattr(copies, 'func', None) is _as_outside and not (_behind(attrs.get('forward')) or _behind(attrs.get(compiled_call))):
-            del attrs['__reduce_ex__']
+            while (s := _stand_in(attrs.get(k), m)) and (of_all or s.owner.model is None):
+                if s.before is None: del attrs[k]
+                else: attrs[k] = s.before
+        is_ours = getattr(attrs.get('__reduce_ex__'), 'func', None) is _as_outside
+        if is_ours and not any(_stand_in(attrs.get(k), m) for k in ('forward',compiled_call)): del attrs['__reduce_ex__']
 
 # %% ../nbs/02_precision.ipynb #23fda264
 convs = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -240,13 +223,6 @@ def unwrap(
     *_,own = unwrapped(model)
     return own
 
-def compiled_modules(
-    model:nn.Module # Perhaps wrapped
-) -> list: # Modules, wrappers among them
-    "The modules in `model` that `torch.compile` has wrapped or `.compile()` has changed"
-    return [m for m in model.modules() if compiled(m)]
-
-# %% ../nbs/02_precision.ipynb #6d9a48ee
 def _refuse(model, params):
     "Raise `ValueError` for a model that cannot train in half precision"
     if isinstance(model, nn.DataParallel) and len(model.device_ids)>1:
@@ -265,7 +241,7 @@ def _refuse(model, params):
     if not torch.amp.is_autocast_available(dev):
         raise ValueError(f"torch has no autocast for the device {dev!r}: move the model to another device.")
 
-# %% ../nbs/02_precision.ipynb #0fe41d66
+# %% ../nbs/02_precision.ipynb #6d9a48ee
 class PrecisionPlan:
     """Which modules of `model` compute in fp32 in a forward pass, and which in half precision
 
@@ -284,11 +260,12 @@ class PrecisionPlan:
         self.wrapped,self.model,self.dtype = model,unwrap(model),dtype
         self.params = list(self.model.parameters())
         _refuse(model, self.params)
+        self.device_type = self.params[0].device.type # 'cpu', 'cuda', 'mps', ...
         self._select(as_list(keep_fp32))
         self._assign()
 
     def _select(self, which):
-        "What stays in fp32: modules with all that is in them, and the own code of modules"
+        "What else stays in fp32: modules with all that is in them, and the own code of modules"
         model = self.model
         own_code = [o for o in which if isinstance(o, str) and o.endswith('.')]
         self.kept = find_modules(model, [o for o in which if o not in own_code])
@@ -298,25 +275,20 @@ class PrecisionPlan:
         # oneDNN has no fp16 kernels for recurrent layers, and bf16 ones for some CPUs only: without this they raise
         if self.device_type=='cpu' and not (self.dtype==torch.bfloat16 and knows_bf16()):
             self.kept.update((n,m) for n,m in model.named_modules() if isinstance(m, nn.RNNBase))
-        self.norms = {n:m for n,m in model.named_modules() if is_norm(m)}
-        self.in_fp32 = dict.fromkeys(c for m in (*self.kept.values(),*self.norms.values()) for c in m.modules())
 
     def _assign(self):
         "The roles of modules: a function that runs `forward`, with its last arguments; modules without a role are left to autocast"
-        dev,inside = self.device_type,self.in_fp32
-        kept = dict.fromkeys(c for m in self.kept.values() for c in m.modules())
-        own = [m for m in self.own_code.values() if m not in inside]
-        again = [c for m in own for c in m.modules() if c not in inside and c not in own]
-        norms = [m for m in self.norms.values() if not (m in kept or _is_left_alone(m, dev))]
-        self.roles = {**{m: (_in_fp32, dev, False, False, False) for m in kept},
+        dev,kept = self.device_type,{c for m in self.kept.values() for c in m.modules()}
+        norms = [m for m in self.model.modules() if is_norm(m) and m not in kept]
+        self.in_fp32 = kept.union(*(m.modules() for m in norms))
+        own = [m for m in self.own_code.values() if m not in self.in_fp32]
+        again = [c for m in own for c in m.modules() if c not in self.in_fp32 and c not in own]
+        self.roles = {**{m: (_in_fp32, dev, False, False, False) for m in self.in_fp32},
                       **{m: (_in_fp32, dev, isinstance(m, _torchs_norms), False, _reads_half(m, dev)) for m in norms},
                       **{m: (_in_fp32, dev, False, True, False) for m in own},
                       **{m: (_in_half, dev, self.dtype) for m in again}}
-
-    @property
-    def device_type(self) -> str:
-        "Type of the device that the model is on: 'cpu', 'cuda', 'mps', ..."
-        return self.params[0].device.type
+        for m in norms: # these compute the same without a role; autocast has a rule for layer norms, and `SyncBatchNorm` many operations
+            if _reads_half(m, dev) and not isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm)): del self.roles[m]
 
     @contextmanager
     def autocast(self):
@@ -331,14 +303,10 @@ class PrecisionPlan:
     @contextmanager
     def forward_pass(self):
         "A context for one forward pass: autocast is on, and norms and kept modules compute in fp32"
-        context = _Context()
+        owner = SimpleNamespace(inside=True, model=self.model)
         try:
-            for m,role in self.roles.items(): put_stand_in(m, context, role)
+            for m,role in self.roles.items(): put_stand_in(m, owner, role)
             with self.autocast(): yield self
         finally:
-            context.standing = False
+            owner.model = None
             remove_stand_ins(self.roles)
-
-class _Context:
-    "Owns the stand-ins of `half_forward`: a forward pass is under way until it ends"
-    inside = standing = True

@@ -44,21 +44,11 @@ class Ranks:
     ):
         self.ddp = next((m for m in unwrapped(model) if isinstance(m, DistributedDataParallel)), None)
         self.group = None if self.ddp is None else self.ddp.process_group
+        self.size,self.rank = (1,0) if self.group is None else (self.group.size(),self.group.rank())
         self.catches_up = False # does this rank run a batch alone, which the others have finished?
 
-    @property
-    def size(self) -> int:
-        "The number of processes; 1 if this one is alone"
-        return 1 if self.group is None else self.group.size()
-
-    @property
-    def rank(self) -> int:
-        "The number of this process, from 0"
-        return 0 if self.group is None else self.group.rank()
-
-    def read(self,
-        os:list # Numbers, and tensors of one number each; all ranks must pass the same number of them
-    ) -> list: # Floats
+    def read(self, os:list # Numbers, and tensors of one number each; all ranks must pass the same number of them
+             ) -> list: # Floats
         """Sum each of `os` over all ranks, with one read of the device
 
         Makes one `all_reduce` of `len(os)` numbers in fp32. If one rank has NaN or infinity, all ranks get it."""
@@ -74,30 +64,23 @@ class Ranks:
         dist.all_gather_object(res, o, group=self.group)
         return res
 
-    def gather(self,
-        o=None # Anything that can be pickled
-    ) -> list: # One entry for each rank, in their order
+    def gather(self, o=None # Anything that can be pickled
+               ) -> list: # One entry for each rank, in their order
         "Collect `o` from all ranks; all of them must call this. Raises `RankFailed` if one of them calls `fail` instead"
         res = self._all((o,None))
         failed = [f'Rank {i} {why}' for i,(_,why) in enumerate(res) if why is not None]
         if failed: raise RankFailed('; '.join(failed))
         return [o for o,_ in res]
 
-    def fail(self,
-        why:str # What happened, as what the rank does: 'raises ...'
-    ):
+    def fail(self, why:str): # What happened, as what the rank does: 'raises ...'
         "Tell the other ranks, which are about to `gather`, that this one cannot go on"
         self._all((None,why))
 
-    def some(self,
-        o # True or false on this rank
-    ) -> bool:
+    def some(self, o): # True or false on this rank
         "Is `o` true on any rank?"
         return any(self.gather(bool(o)))
 
-    def every(self,
-        o # True or false on this rank
-    ) -> bool:
+    def every(self, o): # True or false on this rank
         "Is `o` true on every rank?"
         return all(self.gather(bool(o)))
 
@@ -112,9 +95,7 @@ class Ranks:
             finally: self.ddp.require_forward_param_sync = sends_buffers
 
     @contextmanager
-    def catching_up(self,
-        made:int # How many forward passes the rank has begun in this batch, as the others have
-    ):
+    def catching_up(self, made:int): # How many forward passes the rank has begun in this batch, as the others have
         """A context in which this rank, which raised, runs the current batch again alone, so that the others get its gradients
 
         Raises `NeedsOthers` for a collective operation before the backward pass."""

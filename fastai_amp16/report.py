@@ -43,7 +43,6 @@ class PrecisionReport:
         "The text of a warning: the cause, what was done and what you can do, in one sentence each"
         return ' '.join(_stopped(o) for o in (self.sentence, self.done, _advice(self.remedy)) if o)
 
-# %% ../nbs/11_report.ipynb #a50694a2
 _longest = 24 # bits; the length of a longer bar does not matter
 
 @patch
@@ -217,7 +216,6 @@ def _styled(df, hot, report):
         .set_properties(pd.IndexSlice[mine, :], **{'background-color': f"rgba({colors['red']},.22)", 'font-weight': 'bold'})
         .to_html())
 
-# %% ../nbs/11_report.ipynb #6d737408
 def _paragraph(html): return f'<p style="margin:.4em 0">{html}</p>'
 
 @patch

@@ -11,7 +11,7 @@ from functools import cached_property
 from fastai.basics import *
 from .entry import Entry,outside
 from .grads import grad_values,scale_grads
-from .nested import cast_floats,replace,tensors
+from .nested import replace,tensors
 from .precision import PrecisionPlan
 from .private import no_torch_function
 from .snapshot import LearnerState,ModelState
@@ -35,7 +35,7 @@ class Gradients:
         "All parameters that may have gradients, including those of a loss function and others that the optimizer holds"
         opt = self.learn.opt
         held = [] if opt is None else [p for pg in opt.param_lists for p in pg]
-        return {id(p): p for p in (*self.model_state.all_params, *held)}
+        return {id(p): p for p in (*self.model_state.params, *held)}
 
     def held(self) -> list: # Parameters, and leaves outside the model
         "Everything that has a gradient now"
@@ -51,13 +51,12 @@ class Gradients:
 
     def begin_backward(self,
         scale:float, # The loss scale
-        came_in:list, # Graph nodes of the inputs of the forward passes in this batch
         watch:bool=False # Find out whether the backward pass starts from `learn.loss_grad`?
     ):
         "Multiply the loss, and the gradients so far, by `scale`"
         loss,self.came_through = self.learn.loss_grad,True
         if scale==1: return
-        for t in {*outside([loss.grad_fn, *came_in])}.difference(self.leaves): # a temperature, the centers of a loss function, an input
+        for t in {*outside(loss.grad_fn)}.difference(self.leaves): # a temperature, the centers of a loss function, an input
             if id(t) not in self.params: self.leaves[t] = None if t.grad is None else t.grad.clone()
         self.rescale(scale)
         with no_torch_function(): self.true_loss,self.learn.loss_grad = loss,loss.float()*scale # a plain tensor, which is faster
@@ -96,22 +95,16 @@ class Batches:
         self.learn,self.entry,self.model_state,self.learner_state,self.model = learn,entry,model_state,learner_state,model_state.model
         self.model_back,self.weights,self.gradients = model_state.note(),model_state.weights(),Gradients(learn, model_state)
         self.notes,self.inputs,self.at,self.in_memory = [],[],0,True
-        self.left,self.changed = [],[] # modules' attributes at the end of the last batch; what callbacks have written to them since
 
     def add(self):
         "Note the current batch"
         sizes = []
         replace(self.inputs, lambda t: sizes.append(t.nbytes) or t) # without the current batch
         self.in_memory = self.in_memory and sum(sizes)<=_most_bytes
-        if not self.in_memory: self.notes,self.inputs,self.changed = [],[],[] # so that this batch alone can run again
+        if not self.in_memory: self.notes,self.inputs = [],[] # so that this batch alone can run again
         self.notes.append(self.learner_state.note())
         self.inputs.append((self.learn.xb,self.learn.yb))
-        self.changed.append(self.model_state.written_since(self.left))
         self.at,self.passes = len(self.notes)-1,self.entry.passes # forward passes before this batch
-
-    def wait(self):
-        "Note that the current batch is done, and that its gradients wait for those of other batches"
-        self.left = self.model_state.attributes()
 
     @property
     def have_graphs(self) -> bool:
@@ -140,11 +133,9 @@ class Batches:
         "Can everything that changed since the start of the step be restored?"
         return self.in_memory and not any(is_stuck() for _,is_stuck in self.notes) and not self.has_changed()
 
-    def put_back(self,
-        modes:bool=False # Restore training modes and `requires_grad` as well?
-    ):
+    def put_back(self):
         "Restore the modules to the start of the step, and drop the gradients"
-        self.model_back(modes)
+        self.model_back()
         if self.learn.training: self.gradients.drop() # not in a validation between accumulated batches
 
     def run(self,
@@ -155,14 +146,13 @@ class Batches:
     ):
         "Restore the start of the step and run all batches; exceptions of the last batch are raised"
         self.entry.plan = plan
-        self.put_back(modes=True)
-        if plan is None: self.model_state.replaced(cast_floats) # hidden states go on in fp32
+        self.put_back()
+        if plan is None: self.model_state.to_fp32() # hidden states go on in fp32
         for self.at in range(self.at if only_current else 0, len(self.notes)):  # noqa: B020
             learner_back,_ = self.notes[self.at]
             learner_back()
             self.learn.xb,self.learn.yb = self.inputs[self.at]
-            self.entry.came_in,self.passes = [],self.entry.passes
-            for write in self.changed[self.at]: write()
+            self.passes = self.entry.passes
             try: f()
             except (CancelBatchException,Left) as e: # the gradients of the batch wait for those of the next ones
                 if self.at==len(self.notes)-1 or isinstance(e, Left) and not to_the_end: raise

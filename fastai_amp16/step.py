@@ -137,7 +137,7 @@ class Step:
         with no_torch_function(): sign = 0*self.batches.learn.loss_grad.detach().float().sum() # fastai's tensors take ten times as long
         self.loss_sign = sign if self.loss_sign is None else self.loss_sign+sign
         self.backward_at = self.batches.entry.passes
-        self.batches.gradients.begin_backward(self.scale, self.batches.entry.came_in, watch)
+        self.batches.gradients.begin_backward(self.scale, watch)
 
     def judge(self):
         "Find out what came of the gradients by one read of the device, unless that is known and nobody has written to them since"

@@ -1,5 +1,5 @@
-"Two real processes, over gloo on a CPU unless told otherwise, which live on, with their group, from test to test"
-import tempfile,traceback,warnings
+"Processes that have imported fastai, and nothing of this package: one that runs code; two in a group, which live on from test to test"
+import os,sys,tempfile,traceback,warnings
 from concurrent.futures import ProcessPoolExecutor,TimeoutError as NoAnswer
 from datetime import timedelta
 from multiprocessing import get_context
@@ -9,7 +9,20 @@ import torch.distributed as dist
 
 timeout = 20 # seconds, for which a rank waits for another
 
-def _work(rank, path, backend, context, f, args):
+forks = get_context('forkserver') # it imports what takes long, once
+forks.set_forkserver_preload(['fastai.basics','torch._dynamo','accelerate','pytest','hypothesis'])
+
+def _run(code, cwd):
+    assert 'fastai_amp16' not in sys.modules
+    warnings.simplefilter('ignore')
+    os.chdir(cwd)
+    exec(code, vars(sys.modules['__main__']))
+
+def in_a_process(code, cwd):
+    "Run `code` in a new process, and raise what it raises"
+    with ProcessPoolExecutor(1, forks) as pool: pool.submit(_run, code, str(cwd)).result()
+
+def _work(rank, path, backend, timeout, context, f, args):
     "Run `f` as process `rank` of two"
     torch.set_num_threads(1)
     warnings.simplefilter('ignore', FutureWarning)
@@ -24,16 +37,15 @@ def _error(future):
     except NoAnswer: return f'no answer within {3*timeout} seconds' # a deadlock, of which gloo does not know
 
 class Processes:
-    "Call it with a function, which runs in both, and its arguments besides the rank; gives what it returns in each"
+    "Two, over gloo unless told otherwise: call it with a function and its arguments besides the rank; gives what it returns in each"
     pools = None
-    def __init__(self, context, preload, backend='gloo'): # a context for each run, which takes the rank, and modules that are imported once
-        self.context,self.backend,self.forks = context,backend,get_context('forkserver')
-        self.forks.set_forkserver_preload(preload)
+    def __init__(self, context, backend='gloo', timeout=timeout): # the context is for each run, and takes the rank
+        self.context,self.backend,self.timeout = context,backend,timeout
     def __call__(self, f, *args):
         if self.pools is None:
-            self.pools = [ProcessPoolExecutor(1, self.forks) for _ in range(2)]
+            self.pools = [ProcessPoolExecutor(1, forks) for _ in range(2)]
             self.store = Path(tempfile.mkdtemp())/'store'
-        futures = [p.submit(_work, i, self.store, self.backend, self.context, f, args) for i,p in enumerate(self.pools)]
+        futures = [p.submit(_work, i, self.store, self.backend, self.timeout, self.context, f, args) for i,p in enumerate(self.pools)]
         errors = [f'rank {i}: {e}' for i,o in enumerate(futures) if (e := _error(o))]
         if not errors: return [o.result() for o in futures]
         self.end()

@@ -1,5 +1,5 @@
 "`DynamicMixedPrecision` in a `Learner`: what a user runs, beside fp32, plain PyTorch and fastai itself"
-import copy,subprocess,sys,warnings
+import copy,warnings
 from functools import partial
 from unittest.mock import patch
 import pytest,torch
@@ -7,6 +7,7 @@ from fastai.basics import Callback,CancelFitException,Learner,nn
 from fastai_amp16.all import DynamicMixedPrecision,DynamicScaler,GradientNormClip
 from torch.utils._python_dispatch import TorchDispatchMode
 from common import *
+from processes import in_a_process
 
 class Spy(nn.Module):
     "Notes dtypes of what passes"
@@ -176,18 +177,15 @@ def test_at_most_30_operators_a_step():
         return ops
     assert ops(2)==ops(20) and max(ops(20))<=30
 
-def test_modules_can_be_reloaded():
-    code = """import importlib,warnings
-warnings.simplefilter('ignore')
+def test_modules_can_be_reloaded(tmp_path):
+    code = """import importlib
 import fastai_amp16.callback,fastai_amp16.learner
 for m in (fastai_amp16.callback, fastai_amp16.learner): importlib.reload(m)
-from fastai.basics import Learner,nn
-from fastai_amp16.demo import digits_dls
-learn = Learner(digits_dls(), nn.Sequential(nn.Flatten(), nn.Linear(64,10))).to_fp16_dynamic()
-with learn.no_bar(), learn.no_logging(): learn.fit(1)
-assert type(learn.mixed_precision) is fastai_amp16.callback.DynamicMixedPrecision and len(learn.mixed_precision.history)==22
+from common import fit,learner
+mp = fit(learner().to_fp16_dynamic(), 1).mixed_precision
+assert type(mp) is fastai_amp16.callback.DynamicMixedPrecision and len(mp.history)==4
 """
-    assert subprocess.run([sys.executable, '-c', code]).returncode==0
+    in_a_process(code, tmp_path)
 
 def test_true_gradients_after_order_10():
     "Callbacks behind us see what fp32 sees"

@@ -418,7 +418,7 @@ def on_gpu(rank):
 
 @pytest.fixture(scope='module')
 def gpus():
-    ranks = Processes(on_gpu, ['accelerate','fastai.callback.all','fastai.distributed','fastai_amp16.all'], backend='nccl')
+    ranks = Processes(on_gpu, 'nccl')
     yield ranks
     ranks.end()
 

@@ -5,7 +5,7 @@ from fastai.basics import nn,partial,set_seed
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.case import Case
 from fastai_amp16.compare import deviation
-from fastai_amp16.diagnose import Verdict,after,diagnose,diagnose_step,merged
+from fastai_amp16.diagnose import Verdict,_merged,after,diagnose,diagnose_step
 from fastai_amp16.entry import Entry
 from fastai_amp16.precision import PrecisionPlan
 from fastai_amp16.remedy import heal
@@ -588,7 +588,7 @@ def test_sparse_inputs_are_left_alone():
             self.w = nn.Parameter(torch.randn(8,1))
         def forward(self, x): return torch.sparse.mm(x, self.w)*math.inf
     c = case(Sparse)
-    c.batches.inputs.clear(), c.batches.notes.clear(), c.batches.changed.clear()
+    c.batches.inputs.clear(), c.batches.notes.clear()
     c.learn.xb = (x,)
     c.batches.add()
     assert diagnose(c).verdict=='divergence'
@@ -597,23 +597,15 @@ def test_sparse_inputs_are_left_alone():
 def test_a_loss_function_that_predictions_are_bad_for_is_not_at_fault(loss_func):
     assert diagnose(case(between(nn.ReLU()), y=200+torch.rand(8,1), loss_func=loss_func)).verdict=='divergence'
 
-def test_the_words_of_several_ranks_agree_with_what_is_done():
-    def report(scale, promoted):
-        return PrecisionReport('forward', f'{scale} fits.', producer='a', promoted=promoted, new_scale=scale)
-    r, = merged([report(2., ['x']), report(0.25, ['y'])])
-    assert (r.sentence,r.new_scale,r.promoted,r.remedy)==('0.25 fits.', 0.25, ['x','y'], "learn.to_fp16_dynamic(keep_fp32=['x', 'y'])")
-    r, = merged([report(2., ['x']), report(0.25, ['y'])], ['z'])
-    assert r.remedy=="learn.to_fp16_dynamic(keep_fp32=['z', 'x', 'y'])"
-
 def test_what_several_ranks_found_is_told_once():
-    def report(verdict='forward', producer='a', promoted=(), scale=None, **kwargs):
-        return PrecisionReport(verdict, f'{producer} overflows.', producer=producer, promoted=list(promoted), new_scale=scale, **kwargs)
-    assert merged([None, None])==[]
-    one, = merged([report(promoted=['a'], scale=8.), report(promoted=['b','a'], scale=4.)])
-    assert one.sentence=='a overflows.' and one.promoted==['a','b'] and one.new_scale==4
-    a,b = merged([None, report(), report(producer='b'), report()])
-    assert (a.sentence,b.sentence)==('On ranks 1, 3: a overflows.','On rank 2: b overflows.') and a.new_scale is None
-    assert len(merged([report('data', None, samples=[1]), report('data', None, samples=[2])]))==2
+    def report(verdict='forward', producer='a', **kwargs):
+        return PrecisionReport(verdict, f'{producer} overflows.', producer=producer, promoted=['a'], new_scale=8., **kwargs)
+    assert _merged([None, None])==[]
+    one, = _merged([report(), report()])
+    assert (one.sentence,one.promoted,one.new_scale)==('a overflows.', ['a'], 8)
+    a,b = _merged([None, report(), report(producer='b'), report()])
+    assert (a.sentence,b.sentence)==('On ranks 1, 3: a overflows.','On rank 2: b overflows.')
+    assert len(_merged([report('data', None, samples=[1]), report('data', None, samples=[2])]))==2
 
 def test_a_look_keeps_what_a_step_keeps():
     "The graph of a look holds no copies of finite numbers for its backward pass, of which a large model would have as many as activations"

@@ -36,8 +36,7 @@ def accelerated(rank):
 
 @pytest.fixture(scope='session')
 def ranks():
-    preload = ['accelerate','fastai.callback.all','fastai.distributed','fastai_amp16.all','pytest','torch.distributed.fsdp']
-    ranks = Processes(accelerated, preload)
+    ranks = Processes(accelerated)
     yield ranks
     ranks.end()
 
@@ -571,11 +570,11 @@ def _needs_others(rank):
     with sync_bn_on_cpus(), pytest.raises(NeedsOthers if rank else RuntimeError, **error) as e:
         with learn.distrib_ctx(sync_bn=True): fit(learn, 2, cbs=[Switch(rank==1)])
     clean(learn)
-    assert time.monotonic()-start<timeout+20 and (not rank or 'no half precision here' in str(e.value.__cause__))
+    assert time.monotonic()-start<timeout and (not rank or 'no half precision here' in str(e.value.__cause__))
 
 def test_what_raises_beside_a_collective_of_the_models_own_is_an_error(tmp_path):
     "Processes of its own: the group is of no use afterwards"
-    ranks = Processes(accelerated, [])
+    ranks = Processes(accelerated, timeout=6) # for so long, rank 0 waits
     try: ranks(_needs_others)
     finally: ranks.end()
 

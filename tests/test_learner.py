@@ -14,7 +14,8 @@ import fastai_amp16.case,fastai_amp16.diagnose,fastai_amp16.learner,fastai_amp16
 from fastai_amp16.all import AdamW16,PrecisionReport
 from fastai_amp16.diagnose import diagnose
 from fastai_amp16.remedy import heal
-from fastai_amp16.learner import looking,training_case,unchanged
+from fastai_amp16.learner import looking,training_case
+from fastai_amp16.snapshot import unchanged
 import hostile
 from common import Do,between,clean,equal,fit,learner,mse,state,times_and_back,weights
 
@@ -156,13 +157,6 @@ def test_tied_weights_stay_tied():
         assert case.run().finite and model[1].weight is model[0].weight and len(list(model.parameters()))==5
     assert model[1].weight is model[0].weight
 
-def test_a_lazy_module_stays_lazy():
-    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4,1))
-    learn = learner(lambda: model).to_fp32()
-    with unchanged(learn): model(torch.randn(2,8))
-    assert type(model[0]) is nn.LazyLinear and torch.nn.parameter.is_lazy(model[0].weight)
-    model(torch.randn(2,8))
-
 def test_loggers_data_and_other_peoples_objects_are_left_alone():
     "What another thread writes while a report is made stays written"
     log,big,other = logging.getLogger('mine'),np.zeros(2**20),SimpleNamespace(n=0, by={})
@@ -298,7 +292,7 @@ def test_a_callback_that_asks_while_a_report_is_made():
     got = []
     class Asks(Callback):
         def before_batch(self): got.append(self.learn.diagnose_fp16())
-    assert learner(cbs=Asks()).diagnose_fp16().verdict=='healthy' and got and set(got)=={None}
+    assert len(learner(cbs=Asks()).diagnose_fp16().table)>1 and got and all(r.verdict=='healthy' and r.table.empty for r in got)
 
 @pytest.mark.parametrize('order', [5, 60])
 def test_the_batch_is_the_one_that_callbacks_have_prepared(order):

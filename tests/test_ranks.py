@@ -28,7 +28,7 @@ def in_step(rank):
 
 @pytest.fixture(scope='module')
 def pair():
-    pair = Processes(in_step, ['fastai_amp16.ranks','torch._dynamo'])
+    pair = Processes(in_step)
     yield pair
     pair.end()
 
