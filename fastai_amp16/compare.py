@@ -65,7 +65,7 @@ def loss_deviation(
 # %% ../nbs/09b_compare.ipynb #3d0c9b52
 _half_layers = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase)
 wrong = 0.1 # a smaller deviation is rounding
-_bits,_times = 3,2 # the control has so many bits less than half precision; a deviation less than so many times the control's is rounding
+_times = 3 # a deviation less than so many times the control's is rounding
 _matters = 0.01 # a smaller deviation of the loss does not matter
 
 @contextmanager
@@ -80,7 +80,7 @@ def rounded(
         mantissa,exponent = torch.frexp(t-level)
         res = torch.ldexp((mantissa*steps).round()/steps, exponent)+level
         return res if centred else res.to(plan.dtype).to(t.dtype)
-    steps = 2**-_bits*2/torch.finfo(plan.dtype).eps
+    steps = 0.25/torch.finfo(plan.dtype).eps # three bits less than half precision has
     def is_half(m): return isinstance(m, _half_layers) or not isinstance(m, nn.Embedding) and any(True for _ in m.parameters(recurse=False))
     ms = [m for m in plan.model.modules() if m not in plan.in_fp32 and is_half(m) and not isinstance(m, torch.jit.ScriptModule)]
     handles = [m.register_forward_hook(lambda m, args, out: replace(out, rounds)) for m in ms]
