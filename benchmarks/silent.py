@@ -211,7 +211,7 @@ def deep(act, gain, depth, d=32):
     return net(lin(8, d), *[layer,act]*depth, lin(d, 1))
 def logistic(m, x):
     h = m.inp(x).sigmoid()
-    for _ in range(40): h = 3.99*h*(1-h)
+    for _ in range(14): h = 3.99*h*(1-h)
     return m.head(h)
 def straight_through(hard, soft): return soft+(hard-soft).detach()
 def rounded(m, x):
@@ -315,7 +315,7 @@ def train(p, to):
     learn,calls,skips = p.make(0),[],Skips()
     learn.model.register_forward_pre_hook(lambda *_: calls.append(1))
     auto = p.end!='fit' and autocasts.get(to)
-    kwargs = dict(init_scale=16.) if to=='to_fp16' else {} # no step is lost to the search for a scale
+    kwargs = dict(init_scale=1.) if to=='to_fp16' else {} # low, so that no step is skipped: what is left is rounding
     if not auto: getattr(learn, to)(**kwargs)
     learn.add_cb(skips)
     with warnings.catch_warnings(record=True) as told, fastais(), learn.no_bar(), learn.no_logging():
