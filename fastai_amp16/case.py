@@ -219,5 +219,6 @@ class Case:
         res = faults(half, operations=False)
         if res and not self.silent or any(phase!='backward' for phase,_ in res): return res
         # an infinity inside a module's own code mostly does no harm
-        inner = [o for o in faults(half) if o[0]!='backward'] or self.silent and (_wrong_first(half, self.control) or _wrong_first(half)) or []
+        inner = [o for o in faults(half) if o[0]!='backward']
+        if self.silent and not inner: inner = _wrong_first(half, self.control) or _wrong_first(half)
         return inner+res

@@ -221,8 +221,9 @@ class Recording(TorchFunctionMode):
     def _mend(self, name, where, o):
         if not self.reference: return o
         with no_torch_function(): # only where it is needed: a graph would keep a copy of each tensor that is replaced
-            bad = {id(t) for i,t in enumerate(tensors(o)) if ((name,None,where,i),'value') not in self.meant and _is_plain(t)
-                   and not t.detach().isfinite().all()}
+            ts = [t for i,t in enumerate(tensors(o)) if ((name,None,where,i),'value') not in self.meant and _is_plain(t)]
+            finite = torch.stack([t.detach().isfinite().all() for t in ts]).tolist() if ts else []
+            bad = {id(t) for t,ok in zip(ts, finite) if not ok}
             return replace(o, lambda t: _mended(t) if id(t) in bad else t) if bad else o
 
 # %% ../nbs/08b_record.ipynb #2f08bc00

@@ -127,7 +127,7 @@ class _Search:
 
     def parts(self, o):
         "The modules in `o` one by one, each without those that it calls"
-        ran = dict.fromkeys(f.name for f in self.case.fp32.frames if f.name!=loss_name and (not o or f.name==o or f.name.startswith(f'{o}.')))
+        ran = dict.fromkeys(f.name for f in self.case.fp32.frames if f.name!=loss_name and _covers([o], f.name))
         return [o] if o.endswith('.') else list(dict.fromkeys(next(self.ladder(n)) for n in ran))
 
     def drop(self):

@@ -487,6 +487,7 @@ exceptions = [RuntimeError,ValueError,TypeError,ZeroDivisionError,NotImplemented
 
 @pytest.mark.parametrize('ex', exceptions)
 @pytest.mark.parametrize('where', ['model','after_loss','after_step'])
+@pytest.mark.usefixtures('uncompared')
 def test_an_exception_comes_through_unchanged_after_one_more_run_at_most(ex, where):
     "As fp32 raises it; what half precision cannot have caused, after none"
     class Raises(nn.Module):

@@ -158,6 +158,7 @@ def test_what_is_recomputed_when_fp32_is_asked(cls):
     a,b = [fit(make(cls, to, n=18*16), 1) for to in (Learner.to_fp32, hot)]
     same_training(a, b)
 
+@pytest.mark.usefixtures('uncompared')
 @pytest.mark.parametrize('cls', programs)
 def test_every_call_computes_in_half_precision(cls):
     "Nothing overflows, so there is no run in fp32"
@@ -238,6 +239,7 @@ def test_a_model_that_returns_its_own_loss():
     same_training(a, b)
     assert {0,5}<=set(ran_again(b)) and len(ran_again(b))<=3
 
+@pytest.mark.usefixtures('uncompared')
 @pytest.mark.parametrize('net,kw', [(parallel, {}), (WithLoss, dict(cbs=[Labels()], loss_func=its_loss))], ids=['parallel','own loss'])
 def test_wrapped_or_not_the_layers_compute_in_half_precision(net, kw):
     learn = make(Learner, Learner.to_fp16_dynamic, net, n=64, **kw)
@@ -299,6 +301,7 @@ class OwnAutocast(Net):
         x = self.enc(x)
         with torch.autocast('cpu', enabled=False): return self.head(x.float())*gain
 
+@pytest.mark.usefixtures('uncompared')
 def test_a_model_with_an_autocast_of_its_own():
     dtypes = set()
     learn = make(Learner, Learner.to_fp16_dynamic, OwnAutocast, n=64)
@@ -666,6 +669,7 @@ def test_a_forward_that_depends_on_the_mode(to):
     assert b.recorder.values[-1][1]==pytest.approx(a.recorder.values[-1][1], rel=2e-2)
     assert vars(b.model)['forward']==b.model.in_evaluation and 'forward' not in vars(b.model.m)
 
+@pytest.mark.usefixtures('uncompared')
 @pytest.mark.parametrize('name', ['', 'enc', 'head'])
 @pytest.mark.parametrize('off', [None, 6])
 def test_a_forward_that_is_exchanged_in_the_middle_of_a_fit(name, off):
@@ -809,6 +813,7 @@ class NewParts(Own):
         h = self.model.enc(x)
         return self.model.head(self.model.norm(h) if hasattr(self.model, 'norm') else h)
 
+@pytest.mark.usefixtures('uncompared')
 def test_modules_that_are_new_in_the_second_epoch():
     a = fit(make(NewParts, Learner.to_fp32, n=64, cbs=[NewHead()]), 3)
     with Dtypes() as dtypes: b = fit(make(NewParts, Learner.to_fp16_dynamic, n=64, cbs=[NewHead()]), 3)
@@ -856,6 +861,7 @@ def test_models_for_validation_that_cannot_train_in_half_precision_run_as_they_a
         learn.validate()
         assert not learn.model.training and learn.validate()[0]<10 # and nothing is left locked
 
+@pytest.mark.usefixtures('uncompared')
 def test_batches_outside_a_fit():
     "As fastai's own tests call them"
     learn = make(Learner, Learner.to_fp16_dynamic, default_cbs=False) # these want to know when a fit begins

@@ -83,6 +83,7 @@ def all_interrupts():
         if site not in outside and order<=0: yield site,order,torch.OutOfMemoryError
 
 @pytest.mark.parametrize('site,order,ex', list(all_interrupts()))
+@pytest.mark.usefixtures('uncompared')
 def test_interrupts(site, order, ex, before_any_interrupt):
     first = 1 if site in ('before_fit','after_fit') else 2
     raising = Raise(site if site in events else 'before_fit', ex, range(first, 99), order)

@@ -124,7 +124,7 @@ def test_predictions_are_compared_with_fp32_in_fewer_and_fewer_steps():
             if self.training: marks.append(sum(calls))
     learn = fit(learner(between(Count()), n=600, bs=2, cbs=Mark()).to_fp16_dynamic(), 1)
     passes = [b-a for a,b in zip([0,*marks], marks)]
-    assert [i for i,n in enumerate(passes, 1) if n!=1]==[1,16,48,112,240] and {passes[i-1] for i in (1,16,48,112,240)}=={2} and learn.model[1].n==300
+    assert {i: n for i,n in enumerate(passes, 1) if n!=1}==dict.fromkeys((1,16,48,112,240), 2) and learn.model[1].n==300
 
 # %% healed within the step
 def ends_like_fp32(make, promoted, epochs=2, rtol=0.01, **kwargs):
