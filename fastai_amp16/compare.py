@@ -95,12 +95,10 @@ def are_wrong(
     controls:tuple=None # Predictions of fp32 with rounded outputs, and with centred ones; `None` if these are not known yet
 ) -> bool: # Without `controls`, only whether it may be so
     "Are predictions farther from fp32's than rounding explains?"
-    def is_far(measure, control): return measure(pred)>(max(wrong, _times*measure(control)) if controls else wrong)
-    def off(o): return deviation(o, reference)
-    def off_for_loss(o): return loss_deviation(learn, o, reference)
-    plain,centred = controls or (None,None)
-    if (matters := off_for_loss(pred)) is None: return is_far(off, plain)
-    return matters>_matters and is_far(off, plain) or is_far(off_for_loss, centred)
+    off,of_loss,(plain,centred) = deviation(pred, reference),loss_deviation(learn, pred, reference),controls or (pred,pred)
+    times = _times if controls else 0
+    if off>max(wrong, times*deviation(plain, reference)) and (of_loss is None or of_loss>_matters): return True
+    return of_loss is not None and of_loss>wrong and of_loss>times*(loss_deviation(learn, centred, reference) or 0.)
 
 
 # %% ../nbs/09b_compare.ipynb #18cb073b
@@ -149,11 +147,10 @@ class Comparison:
         learn,self.weights = batches.learn,batches.model_state.weights()
         if learn.training: self.is_due = False
         begin = all_noted(learn)
-        def from_begin(f):
-            "Call `f` in the state before the call, without a trace"
+        def aloof(f):
+            "Call `f` without a trace"
             params = [(p,version(p),p.detach().clone()) for p in batches.model_state.params] # some models write to weights
             put_back = all_noted(learn)
-            begin()
             try:
                 with eager(), torch.no_grad(): return f()
             finally:
@@ -161,13 +158,14 @@ class Comparison:
                 for p,v,copy in params:
                     if version(p)!=v: p.data.copy_(copy)
         def control(centred):
+            begin() # the state before the call
             with rounded(plan, centred): return aside(None)
-        def differ(*controls): return from_begin(lambda: are_wrong(learn, res if half is None else half, fp32, *controls))
+        def differ(*controls): return aloof(lambda: are_wrong(learn, res if half is None else half, fp32, *controls))
         try:
-            fp32 = from_begin(lambda: aside(None))
-            half = from_begin(lambda: aside(plan)) if any(map(compiled, learn.model.modules())) else None
+            fp32 = aloof(lambda: aside(None))
+            half = aloof(lambda: aside(plan)) if any(map(compiled, learn.model.modules())) else None
         except Exception: return call() # which raises the same exception, unless memory was too small for the comparison
         res = call()
-        if step.ranks.some(differ()): step.silent = differ([from_begin(partial(control, centred)) for centred in (False,True)])
+        if step.ranks.some(differ()): step.silent = differ([aloof(partial(control, centred)) for centred in (False,True)])
         return res
 

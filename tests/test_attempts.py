@@ -558,7 +558,7 @@ def test_silent_overflows_are_mended_within_the_step_that_sees_them(bad):
         return fit(classifier(make, to, [Poison(bad, 'forward')], n=40), 1)
     a,b = run(fp32),run(fp16)
     mp = b.mixed_precision
-    assert mp.n_skipped==len(bad) and len(mp.history)==40 and mp.promoted and mp.history.reruns[15]>0 and mp.history.reruns[16:].sum()==0
+    assert mp.n_skipped==len(bad) and len(mp.history)==40 and mp.promoted and mp.history.reruns[0]>0 and mp.history.reruns[16:].sum()==0
     assert bad or a.steps.rates==b.steps.rates
 # --- callbacks and programs that end a batch for what half precision did
 
@@ -642,7 +642,7 @@ def test_cancelled_steps_do_not_ask_again_for_predictions():
     learn = classifier(lambda: net(Plain), fp16, [Cancels()], n=45)
     passes,inner = Passes(learn.model),Passes(next(learn.model.children()))
     fit(learn, 1)
-    assert len(learn.mixed_precision.history)==20 and passes.n==45 and inner.n==45+1
+    assert len(learn.mixed_precision.history)==20 and passes.n==45 and inner.n==45+2
 
 # --- what others keep in modules and callbacks
 

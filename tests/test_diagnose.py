@@ -100,9 +100,9 @@ verdicts = dict(
     raises=(mid(masked_fill), 'forward', '1', 'masked_fill', r'`masked_fill` in 1 \(Do\) raises in float16'),
     backward=(mid(small_root), 'backward', '1', 'sqrt', r'derivative of `sqrt` in 1 \(Do\)'),
     nested=(lambda: case(between(nn.Sequential(Do(small_root)))), 'backward', '1.0', 'sqrt', r'derivative of `sqrt` in 1\.0 \(Do\)'),
-    silent=(mid(rms, scale=1.), 'forward', '1', 'mul', r'finite numbers, but wrong ones'),
-    rounded=(mid(lost_in_1, dtype=torch.bfloat16, scale=1., min_scale=None), 'forward', '1', 'sub',
-             r'`sub` in 1 \(Do\) .* are lost in bfloat16'),
+    silent=(mid(rms, scale=1.), 'forward', '1', 'mul', 'so nothing else shows the fault. Predictions differ from fp32.s by'),
+    rounded=(mid(lost_in_1, dtype=torch.bfloat16, scale=1., min_scale=None), 'forward', '1', 'add',
+             r'in 1 \(Do\) computes with numbers up to 1, which bfloat16 holds in steps of 0.00781'),
     loss=(aux_case, 'loss', None, 'pow', r'`pow` in the loss function'),
     healthy=(healthy, 'healthy', None, None, r'Everything is finite in float16 at the loss scale 65536\. The least room is in'),
 )
@@ -480,7 +480,7 @@ def test_deviation():
     assert deviation(a, a)==0 and deviation(a, 1.01*a)==pytest.approx(0.01, rel=0.1)
     assert deviation(1e6*a, 1e6*b)==pytest.approx(2**0.5, rel=0.1)
     assert deviation(a+1, b+1)>1 and deviation(0*a, a)==pytest.approx(1, rel=0.01)
-    assert deviation(100+1e-3*a, 100+1e-3*b)<1e-3 # predictions of an untrained network: rounding is no fault
+    assert deviation(100+1e-3*a, 100+1e-3*b)==pytest.approx(2**0.5, rel=0.1) # what differs from sample to sample is what counts
     assert deviation([a,{'p': b}], [a,{'p': a}])==deviation(b, a)
     holes = torch.where(a>2, math.inf, a) # meant, or looked at by others
     assert deviation(holes, a)==0 and deviation(a.half(), a)<1e-3 and deviation(torch.tensor(2.), torch.tensor(1.))==1

@@ -566,7 +566,7 @@ def test_no_graph_lives_on(kind):
     gc.disable()
     try: fit(learn.to_fp16_dynamic(), 1)
     finally: gc.enable()
-    assert len(refs)>len(alive)==4 and not sum(map(sum, alive)), alive
+    assert len(refs)>len(alive)>=4 and not sum(map(sum, alive)), alive
 
 # --- what becomes infinite
 
