@@ -191,6 +191,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastai_amp16.diagnose._others': ('diagnose.html#_others', 'fastai_amp16/diagnose.py'),
                                        'fastai_amp16.diagnose._producer': ('diagnose.html#_producer', 'fastai_amp16/diagnose.py'),
                                        'fastai_amp16.diagnose._report': ('diagnose.html#_report', 'fastai_amp16/diagnose.py'),
+                                       'fastai_amp16.diagnose._rounded': ('diagnose.html#_rounded', 'fastai_amp16/diagnose.py'),
                                        'fastai_amp16.diagnose._said': ('diagnose.html#_said', 'fastai_amp16/diagnose.py'),
                                        'fastai_amp16.diagnose._scale_report': ('diagnose.html#_scale_report', 'fastai_amp16/diagnose.py'),
                                        'fastai_amp16.diagnose._table': ('diagnose.html#_table', 'fastai_amp16/diagnose.py'),
@@ -691,5 +692,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastai_amp16.step.StepScaler.__init__': ('step.html#stepscaler.__init__', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.StepScaler.scale': ('step.html#stepscaler.scale', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.StepScaler.unscale_': ('step.html#stepscaler.unscale_', 'fastai_amp16/step.py'),
+                                   'fastai_amp16.step._after_fp32': ('step.html#_after_fp32', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.next_scale': ('step.html#next_scale', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.what_next': ('step.html#what_next', 'fastai_amp16/step.py')}}}

@@ -302,7 +302,8 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.log.unsaved>=self.patience and self.on_spiral=='heal': self.end_fit()
         raise CancelStepException()
 
-    def end_step(self, scale, skipped):
+    def end_step(self, scale, # Loss scale of the last attempt
+                 skipped): # Was the step skipped?
         "Add the step to the history, and plan when predictions are compared next"
         step = self.step
         self.comparison.end_step(step)

@@ -158,6 +158,13 @@ def _operation(case, phase, frame, half):
 
 def _line(error): return (str(error) or type(error).__name__).splitlines()[0].rstrip('.')
 
+def _rounded(case, what, ref, taken):
+    "A sentence that says which numbers half precision rounds too much"
+    info,largest = torch.finfo(case.dtype),max(ref, taken)
+    if ref<info.tiny: return f"{what} gives numbers up to {ref:.3g}, most of which {case.kind} rounds to 0."
+    step = info.eps*2.**math.floor(math.log2(largest))
+    return f"{what} computes with numbers up to {largest:.4g}, which {case.kind} holds in steps of {step:.3g}."
+
 def _said(case, phase, frame, half):
     "A sentence that says what is at fault"
     kind,top = case.kind,torch.finfo(case.dtype).max
@@ -177,10 +184,7 @@ def _said(case, phase, frame, half):
     if ref>top: return f"{what} gives numbers up to {ref:.3g}, but the largest {kind} number is {top:g}."
     if taken>top: return f"{what} takes in numbers up to {taken:.3g}, but the largest {kind} number is {top:g}."
     if all(p=='backward' for p,_ in faults(half)): # all is finite
-        if ref<torch.finfo(case.dtype).tiny: return f"{what} gives numbers up to {ref:.3g}, most of which {kind} rounds to 0."
-        largest = max(ref, taken)
-        step = torch.finfo(case.dtype).eps*2.**math.floor(math.log2(largest))
-        return f"{what} computes with numbers up to {largest:.4g}, which {kind} holds in steps of {step:.3g}."
+        return _rounded(case, what, ref, taken)
     return (f"{what} is not finite in {kind}; in fp32 it gives at most {ref:.3g}: a number on the way is too large for {kind}, "
             "or so small that it becomes 0.")
 

@@ -207,18 +207,21 @@ class Step:
 # %% ../nbs/09_step.ipynb #9935ec9d
 _diagnoses = 2 # per step: after the first one, another fault may show
 
+def _after_fp32(step, outcome):
+    "`what_next` after an attempt in fp32"
+    if step.odd is not None and step.kind is Next.reference: # are the gradients as large in fp32?
+        is_wrong = outcome is Outcome.fine and step.odd>_times*step.norm
+        return (Next.diagnose,None) if is_wrong else (Next.again,step.fits[-1])
+    if outcome is not Outcome.fine: return Next.skip,None
+    return (Next.step if step.kind is Next.fp32 or not step.can_rerun else Next.diagnose),None
+
 def what_next(
     step:Step, # What is known about the step
     outcome:Outcome # Result of the last attempt
 ) -> tuple: # A `Next`, and the loss scale of the next attempt if there is another one to try
     "Decide what to do after an attempt, whose scale is in `step.fits` or `step.fails`"
     if step.unusable or not step.can_rerun and outcome is not Outcome.fine: return Next.skip,None
-    if step.odd is not None and step.kind is Next.reference:
-        is_wrong = outcome is Outcome.fine and step.odd>_times*step.norm
-        return (Next.diagnose,None) if is_wrong else (Next.again,step.fits[-1])
-    if step.in_fp32:
-        if outcome is not Outcome.fine: return Next.skip,None
-        return (Next.step if step.kind is Next.fp32 or not step.can_rerun else Next.diagnose),None
+    if step.in_fp32: return _after_fp32(step, outcome)
     if outcome is Outcome.fine:
         if step.is_odd: return Next.reference,None
         new = step.scale if step.floor is None or not step.can_rerun else next_scale(step.fits, step.fails, step.floor, step.settled)
