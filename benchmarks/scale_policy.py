@@ -84,6 +84,7 @@ def runs_again(scaler, room):
             step.fails.clear()
             step.diagnoses,lower = step.diagnoses+1,max(scaler.min_scale, 2.**(room-1))
         if what is not Next.step: step.scale,reruns = lower,reruns+1
+    if scaler.settled and step.scale<scaler.get_scale()/16: reruns += 2 # fp32 is asked for its gradients
     scaler.room = room
     scaler.took(step.scale)
     return math.log2(step.scale),reruns

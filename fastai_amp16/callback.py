@@ -324,12 +324,11 @@ class DynamicMixedPrecision(MixedPrecision):
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
         s = self.scaler
-        finds_lr = self.learn._grab_cbs(LRFinder) # whose last gradients explode on purpose
         scales,norms = s.is_enabled(),[norm for *_,skipped,norm in self.log.steps[self.fit_start:][-32:] if not skipped]
         self.step = Step(Batches(self.learn, entry, *self.states), self.ranks, scale=s.get_scale(), settled=s.settled,
                          floor=s.min_scale if can_rerun and scales and s.dynamic else None, static=scales and not s.dynamic,
                          rerun=self.rerun, can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=asks_first(self.log.vain),
-                         is_second=is_second, usual=max(norms) if len(norms)>7 and not finds_lr else math.inf)
+                         is_second=is_second, usual=max(norms) if len(norms)>7 else math.inf)
 
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
         "Note the present state, so that the batch can run again"
@@ -339,7 +338,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.step.in_fp32: entry.plan = None # as in the batches before this one
         if self.rerun: self.step.batches.add()
         learn,comparison = self.learn,self.comparison
-        validates = not learn.training and not vars(learn).get('iter') and (learn._fitting or not comparison.knows(self.states[0]))
+        validates = not vars(learn).get('iter') and (learn._fitting or not comparison.knows(self.states[0]))
         if self.rerun and first and (comparison.is_due if learn.training else validates):
             entry.around_next = partial(comparison.make, self.step, self.plan)
 
@@ -381,6 +380,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if is_bare := step.is_bare: self.say_once(bare_step)
         if not goes_on: self.drop_step()
         elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
+        else: step.batches.wait()
 
     @contextmanager
     def asking(self, entry): # The `Entry` of the fit, or a new one

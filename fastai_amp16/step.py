@@ -290,7 +290,7 @@ def _judge_results(self:Step, before=(), raised=False):
     ts = [] if raised else [t.detach() for t in self._results() if not any(t is b() for b in before)]
     ts,device = [t.coalesce().values() if t.is_sparse else t for t in ts],self.batches.model_state.params[0].device
     bad = ~torch.stack([t.isfinite().all().to(device) for t in ts]).all() if ts else torch.tensor(raised, device=device)
-    bad = sum(self.ranks.read([bad.float(), int(self.silent and not self.in_fp32)]))
+    bad = self.ranks.read([bad.float()+(self.silent and not self.in_fp32)])[0]
     if not bad and self.kind is not Next.reference: return True
     if self.decide(Outcome.broken if bad else Outcome.fine) is not Next.skip: return False
     self.in_vain += 1

@@ -164,6 +164,7 @@ def crosses(op):
     to = {t.device.type for t in tensors(res)}
     return len(to)>1 or any(t.device.type not in to and (t.ndim or f._opname in ('_to_copy','copy_')) for t in tensors((args,kwargs)) if to)
 
+@pytest.mark.usefixtures('uncompared')
 @pytest.mark.parametrize('opt_func', [AdamW16,FusedAdam,Adam], ids=lambda o: getattr(o, '__name__', 'AdamW16'))
 def test_a_step_stays_on_the_gpu_and_reads_once(opt_func, monkeypatch):
     """From the batch to the step of the optimizer no tensor travels between CPU and GPU, and the host asks once what came out

@@ -69,6 +69,7 @@ def test_everybody_trains_everything(tmp_path, capsys):
     by = dict(zip(cells(res), res['rows']))
     for o in ours: assert o['over_to_fp16']==by[o['model'],o['bs'],'to_fp16_dynamic']['over_to_fp16']
 
+@pytest.mark.usefixtures('uncompared')
 @pytest.mark.parametrize('name', gpu.contenders)
 def test_a_contender_trains_all_of_the_model_and_leaves_nothing(name, monkeypatch):
     "From the weights given, which stay as they are, on the batches given, in the precision that it tells; the copy it trained is gone"
