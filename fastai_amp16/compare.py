@@ -66,7 +66,7 @@ def loss_deviation(
 _half_layers = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase)
 wrong = 0.1 # a smaller deviation is rounding
 _times = 3 # a deviation less than so many times the control's is rounding
-_matters = 0.01 # a smaller deviation of the loss does not matter
+_matters = 0.01 # a smaller deviation, of the loss or of predictions, does not matter
 
 @contextmanager
 def rounded(
@@ -98,7 +98,8 @@ def are_wrong(
     off,of_loss,(plain,centred) = deviation(pred, reference),loss_deviation(learn, pred, reference),controls or (pred,pred)
     times = _times if controls else 0
     if off>max(wrong, times*deviation(plain, reference)) and (of_loss is None or of_loss>_matters): return True
-    return of_loss is not None and of_loss>wrong and of_loss>times*(loss_deviation(learn, centred, reference) or 0.)
+    if of_loss is None or off<=_matters: return False # where almost nothing is left to learn, any rounding is much for the loss
+    return of_loss>max(wrong, times*(loss_deviation(learn, centred, reference) or 0.))
 
 
 # %% ../nbs/09b_compare.ipynb #18cb073b
