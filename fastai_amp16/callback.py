@@ -323,8 +323,8 @@ class DynamicMixedPrecision(MixedPrecision):
                    can_rerun, # Can the batches of this step run again?
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
-        s = self.scaler
-        scales,norms = s.is_enabled(),[norm for *_,skipped,norm in self.log.steps[self.fit_start:][-32:] if not skipped]
+        s,steps = self.scaler,self.log.steps
+        scales,norms = s.is_enabled(),[norm for *_,skipped,norm in steps[max(self.fit_start, len(steps)-32):] if not skipped]
         self.step = Step(Batches(self.learn, entry, *self.states), self.ranks, scale=s.get_scale(), settled=s.settled,
                          floor=s.min_scale if can_rerun and scales and s.dynamic else None, static=scales and not s.dynamic,
                          rerun=self.rerun, can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=asks_first(self.log.vain),

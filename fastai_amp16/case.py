@@ -127,7 +127,7 @@ class Case:
     silent:bool = False # Are wrong predictions a fault even if everything is finite?
     tell:object = noop # Function to call before each run
     fp32 = half = None # The runs of `diagnose` in fp32 and in half precision
-    controls = control = None # Predictions of the runs in fp32 with rounded outputs, and the recording of the first of these
+    controls = () # The runs in fp32 with rounded outputs, and with centred ones
 
     def __post_init__(self):
         self.keep,self.batches,self.ranks = as_list(self.keep_fp32),self.step.batches,self.step.ranks
@@ -194,17 +194,15 @@ class Case:
     ) -> bool:
         "Are the predictions far from those in fp32, or the gradients far larger?"
         if self.backward and run.norm>4*self.fp32.norm: return True
-        return are_wrong(self.learn, run.pred, self.fp32.pred, self.controls)
+        return are_wrong(self.learn, run.pred, self.fp32.pred, [o.pred for o in self.controls])
 
     def make_controls(self):
         "Run the batches in fp32 with rounded outputs, for `is_wrong`; all ranks must call this"
-        self.controls = []
-        for centred in (False,True):
+        def control(centred):
             def f(): # since hooks that were set before are removed when a run begins
-                with rounded(self.plan(), centred): self.f()  # noqa: B023
-            run = replace(self, backward=False, f=f).run_fp32(not centred, reference=self.fp32)
-            self.controls.append(run.pred)
-            self.control = self.control or run
+                with rounded(self.plan(), centred): self.f()
+            return replace(self, backward=False, f=f).run_fp32(not centred, reference=self.fp32)
+        self.controls = control(False),control(True)
 
     def spoilt(self,
         half:Recording # A run in half precision
@@ -220,5 +218,5 @@ class Case:
         if res and not self.silent or any(phase!='backward' for phase,_ in res): return res
         # an infinity inside a module's own code mostly does no harm
         inner = [o for o in faults(half) if o[0]!='backward']
-        if self.silent and not inner: inner = _wrong_first(half, self.control) or _wrong_first(half)
+        if self.silent and not inner: inner = _wrong_first(half, first(self.controls)) or _wrong_first(half)
         return inner+res

@@ -12,7 +12,7 @@ from .entry import eager
 from .nested import replace,tensors
 from .precision import PrecisionPlan
 from .private import compiled,version
-from .snapshot import ModelState,all_noted
+from .snapshot import ModelState,all_noted,unchanged
 from .step import Step
 
 # %% ../nbs/09b_compare.ipynb #e952630e
@@ -122,10 +122,9 @@ class Comparison:
         After the loss scale fell below 1, gradients may be finite only because wrong numbers were scaled to 0. Batches that write to
         weights are not compared, since they would write twice."""
         self.n += 1
-        self.is_due = self.n==self.at
-        if self.is_due: self.at,self.gap = self.at+self.gap,min(2*self.gap, _most)
-        self.is_due = self.is_due or step.reruns>0 and step.scale<1
-        if self.is_due: self.is_due = not step.ranks.some(step.batches.has_written())
+        is_regular,fell = self.n==self.at,step.reruns>0 and step.scale<1
+        if is_regular: self.at,self.gap = self.at+self.gap,min(2*self.gap, _most)
+        self.is_due = (is_regular or fell) and not step.ranks.some(step.batches.has_written())
 
     def knows(self,
         state:ModelState # Of the model
@@ -148,27 +147,25 @@ class Comparison:
         learn,self.weights = batches.learn,batches.model_state.weights()
         if learn.training: self.is_due = False
         begin = all_noted(learn)
-        def aloof(f):
-            "Call `f` without a trace"
-            params = [(p,version(p),p.detach().clone()) for p in batches.model_state.params] # some models write to weights
-            put_back = all_noted(learn)
+        def tried(plan):
+            "The predictions of the call by another plan, without a trace"
+            weights = [(p,version(p),p.detach().clone()) for p in batches.model_state.params] # some models write to them
             try:
-                with eager(), torch.no_grad(): return f()
+                with unchanged(learn), eager(), torch.no_grad(): return aside(plan)
             finally:
-                put_back()
-                for p,v,copy in params:
+                for p,v,copy in weights:
                     if version(p)!=v: p.data.copy_(copy)
         def control(centred):
-            begin() # the state before the call
-            with rounded(plan, centred): return aside(None)
-        def differ(*controls): return aloof(lambda: are_wrong(learn, res if half is None else half, fp32, *controls))
-        try:
-            fp32 = aloof(lambda: aside(None))
-            half = aloof(lambda: aside(plan)) if any(map(compiled, learn.model.modules())) else None
+            with unchanged(learn):
+                begin() # the state before the call
+                with rounded(plan, centred): return tried(None)
+        def differ(*controls): # the loss function may count its calls
+            with unchanged(learn), eager(), torch.no_grad(): return are_wrong(learn, res if half is None else half, fp32, *controls)
+        try: fp32,half = tried(None),tried(plan) if any(map(compiled, learn.model.modules())) else None
         except Exception: return call() # which raises the same exception, unless memory was too small for the comparison
         res = call()
         step.silent = differ()
         # several processes run the controls together, in the diagnosis
-        if step.silent and step.ranks.size==1: step.silent = differ([aloof(partial(control, centred)) for centred in (False,True)])
+        if step.silent and step.ranks.size==1: step.silent = differ([*map(control, (False,True))])
         return res
 
