@@ -74,17 +74,17 @@ def skips(scaler, room):
 
 def runs_again(scaler, room):
     "What this package does: runs the batch again until its gradients are finite"
-    step,reruns,what = Step(floor=scaler.min_scale, settled=scaler.settled, scale=scaler.get_scale()),0,None
+    step,reruns,what = Step(floor=scaler.min_scale, settled=scaler.settled, scale=scaler.get_scale(), norm=1.),0,None
     while what is not Next.step:
         outcome = Outcome.overflow if math.log2(step.scale)>room else Outcome.fine
         step.note(outcome)
         what,lower = what_next(step, outcome)
         if what is Next.skip: return None,reruns
         if what is Next.diagnose: # it measures the gradients
-            step.fails.clear()
             step.diagnoses,lower = step.diagnoses+1,max(scaler.min_scale, 2.**(room-1))
+        if what is Next.reference: step.odd,lower = step.norm,step.scale # fp32's gradients are as large
+        step.kind = what if what is Next.reference else Next.again
         if what is not Next.step: step.scale,reruns = lower,reruns+1
-    if scaler.settled and step.scale<scaler.get_scale()/16: reruns += 2 # fp32 is asked for its gradients
     scaler.room = room
     scaler.took(step.scale)
     return math.log2(step.scale),reruns

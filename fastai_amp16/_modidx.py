@@ -304,7 +304,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastai_amp16.history.History.add': ('history.html#history.add', 'fastai_amp16/history.py'),
                                       'fastai_amp16.history.History.epoch': ('history.html#history.epoch', 'fastai_amp16/history.py'),
                                       'fastai_amp16.history.History.frame': ('history.html#history.frame', 'fastai_amp16/history.py'),
-                                      'fastai_amp16.history.History.undo': ('history.html#history.undo', 'fastai_amp16/history.py'),
                                       'fastai_amp16.history.LossScale': ('history.html#lossscale', 'fastai_amp16/history.py'),
                                       'fastai_amp16.history.LossScale._of': ('history.html#lossscale._of', 'fastai_amp16/history.py'),
                                       'fastai_amp16.history.SkippedSteps': ('history.html#skippedsteps', 'fastai_amp16/history.py'),
@@ -698,5 +697,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastai_amp16.step.StepScaler.scale': ('step.html#stepscaler.scale', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.StepScaler.unscale_': ('step.html#stepscaler.unscale_', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step._after_fp32': ('step.html#_after_fp32', 'fastai_amp16/step.py'),
+                                   'fastai_amp16.step.are_too_large': ('step.html#are_too_large', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.next_scale': ('step.html#next_scale', 'fastai_amp16/step.py'),
                                    'fastai_amp16.step.what_next': ('step.html#what_next', 'fastai_amp16/step.py')}}}

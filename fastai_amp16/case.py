@@ -16,7 +16,8 @@ from .nested import cast_floats
 from .precision import PrecisionPlan,as_list,own_forward
 from .record import Recording,loss_name
 from .rerun import Left,not_faults
-from .step import Next,Step
+from .step import Next,Step,are_too_large
+
 
 # %% ../nbs/12_case.ipynb #27dfe652
 def _derivative(run, s):
@@ -42,6 +43,8 @@ def faults(
     gave = [_derivative(run, s) for s in run.fired if s.is_bad('grad')]
     return [('loss' if f.name==loss_name else 'forward', f) for f in frames]+[('backward',f) for f in gave if f]
 
+_times = 4 # a result this many times as far off as what went in, or as rounding explains, is wrong
+
 def _off(s, ref):
     "How far a tensor is from another recording's"
     return deviation(s.sample, ref.sample) if ref and s.sample is not None and ref.sample is not None else 0.
@@ -54,7 +57,7 @@ def _wrong_first(run, control=None):
         d = _off(s, s.ref)
         if d<=wrong: return False
         rounding = _off(control.seen[s.key], s.ref) if control and s.key in control.seen else 0.
-        return d>4*max(rounding, *(_off(o, o.ref) for o in f.ins), 0.)
+        return d>_times*max(rounding, *(_off(o, o.ref) for o in f.ins), 0.)
     return [('forward',f) for f in itertools.islice((f for f,where,s in run.events if where=='out' and is_wrong(f, s)), 1)]
 
 
@@ -193,7 +196,7 @@ class Case:
         run:Recording # A run in any precision
     ) -> bool:
         "Are the predictions far from those in fp32, or the gradients far larger?"
-        if self.backward and run.norm>4*self.fp32.norm: return True
+        if self.backward and are_too_large(run.norm, self.fp32.norm): return True
         return are_wrong(self.learn, run.pred, self.fp32.pred, [o.pred for o in self.controls])
 
     def make_controls(self):

@@ -21,17 +21,11 @@ class History:
         grad_norm:float # Norm before clipping; inf if the gradients overflowed, NaN if the forward pass was not finite
     ):
         "Add a step"
-        self.before = {k: v for k,v in vars(self).items() if isinstance(v, int)}
         self.steps.append((loss_scale, reruns, skipped, grad_norm))
         self.n_rerun += reruns
         self.n_skipped += skipped
         self.unsaved = self.unsaved+1 if skipped else 0 # skipped steps in a row
         if reruns and not skipped: self.vain = 0
-
-    def undo(self):
-        "Remove the last step, which was not taken after all"
-        self.steps.pop()
-        vars(self).update(self.before)
 
     @property
     def epoch(self) -> list:

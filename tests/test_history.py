@@ -23,15 +23,6 @@ def test_skipped_steps_in_a_row_are_counted():
         seen.append(log.unsaved)
     assert seen==[1,2,0,1,2,3]
 
-def test_a_step_that_was_not_taken_after_all():
-    log = History()
-    log.add(1., 0, True, 1.)
-    def counts(): return log.n_rerun,log.n_skipped,log.vain,log.unsaved
-    before = counts()
-    log.add(1., 3, False, 1.)
-    log.undo()
-    assert counts()==before==(0,1,0,1) and len(log.steps)==1
-
 def test_what_was_in_vain_is_looked_into_less_and_less_often():
     "The 1st, 8th, 64th and 512th bad batch in a row at once, the others when fp32 can hold them"
     assert [n+1 for n in range(600) if not asks_first(n)]==[1,8,64,512]
