@@ -23,7 +23,7 @@ from .rerun import Batches,Left,not_faults
 from .step import Next,Outcome,Step,StepScaler
 from .compare import Comparison
 from .healing import heal
-from .history import History,asks_first,plot_history
+from .history import History,fp32_first,plot_history
 from .messages import (bare_step,cannot_rerun,check_keywords,loose_backward,refuse_second_precision,static_overflow,
                                    warn_of_slow_half,why_stopped)
 
@@ -49,7 +49,7 @@ class DynamicMixedPrecision(MixedPrecision):
     name,order = 'mixed_precision',MixedPrecision.order
     _stateattrs = ('plan','ranks','step','states','resumed','left_out','context')
     plan = ranks = step = states = resumed = left_out = context = None
-    randoms,skipped,met = (),False,False
+    randoms,skipped,agreed = (),False,False
     looks,told = False,None # is it used for a report? what was said last of other mixed precisions
     wraps_backward = False # does `around_backward` scale the loss? Else a learner's own code calls these events
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
@@ -153,7 +153,7 @@ class DynamicMixedPrecision(MixedPrecision):
 
     def before_fit(self):
         self.learn.scaler = self.scaler
-        self.plan,self.states,self.met = None,None,False
+        self.plan,self.states,self.agreed = None,None,False
         refuse_second_precision(self.learn)
 
     def begin_fit(self, goes_on): # True with a `start_epoch`
@@ -166,13 +166,13 @@ class DynamicMixedPrecision(MixedPrecision):
         self.drop_step()
         self.said,self.fit_start = set(),len(self.log.steps)
         self.comparison.begin_fit()
-        if not goes_on: self.log.vain = self.log.unsaved = 0
+        if not goes_on: self.log.fruitless = self.log.skipped_in_a_row = 0
 
-    def meet(self):
+    def agree(self):
         "Notice modules that callbacks have replaced; with several processes, start alike: rank 0's scale and history, all promotions"
         if (entry := vars(self.learn).get('_entry')) and entry.refresh(): self.plan = self.states = None
-        if self.met or Ranks(self.learn.model).size==1: return
-        self.met = True
+        if self.agreed or Ranks(self.learn.model).size==1: return
+        self.agreed = True
         self.ready()
         mine = None if self.ranks.rank else (self.log, self.scaler.state_dict())
         promoted,states = zip(*self.ranks.gather((self.promoted, mine)))
@@ -181,9 +181,9 @@ class DynamicMixedPrecision(MixedPrecision):
         self.promoted,self.plan = list(dict.fromkeys(sum(promoted, []))),None
         self.ready()
 
-    def before_validate(self): self.meet()
+    def before_validate(self): self.agree()
     def before_train(self):
-        self.meet()
+        self.agree()
         self.log.epoch_start = len(self.log.steps)
         if self.resumed and hasattr(self.learn, 'skip_to_epoch'): set_learner_random_states(self.learn, self.resumed) # with a `start_epoch`
         self.resumed = None
@@ -294,12 +294,12 @@ class DynamicMixedPrecision(MixedPrecision):
         step.batches.put_back()
         self.ranks.forget()
         if not step.can_rerun and overflows and s.is_enabled() and scaled>s.min_scale and s.dynamic:
-            self.log.unsaved -= 1
+            self.log.skipped_in_a_row -= 1
             s.update(found_inf=True) # as a scaler does that skips
-        elif step.unusable or step.in_fp32 or step.fp32_first: self.log.vain += 1
+        elif step.unusable or step.in_fp32 or step.fp32_first: self.log.fruitless += 1
         if step.static and overflows: self.say_once(static_overflow.format(scaled))
         elif not step.can_rerun and self.rerun: self.say_once(cannot_rerun)
-        if self.log.unsaved>=self.patience and self.on_spiral=='heal': self.end_fit()
+        if self.log.skipped_in_a_row>=self.patience and self.on_spiral=='heal': self.end_fit()
         raise CancelStepException()
 
     def end_step(self, scale, # Loss scale of the last attempt
@@ -312,7 +312,7 @@ class DynamicMixedPrecision(MixedPrecision):
 
     def end_fit(self):
         "End the fit, and say why"
-        n,self.log.unsaved = self.log.unsaved,0
+        n,self.log.skipped_in_a_row = self.log.skipped_in_a_row,0
         if not self.learn._grab_cbs(LRFinder): # `lr_find` ends when the loss explodes, as in fp32
             warn(why_stopped(self, n))
         raise CancelFitException()
@@ -327,7 +327,7 @@ class DynamicMixedPrecision(MixedPrecision):
         scales,norms = s.is_enabled(),[norm for *_,skipped,norm in steps[max(self.fit_start, len(steps)-32):] if not skipped]
         self.step = Step(Batches(self.learn, entry, *self.states), self.ranks, scale=s.get_scale(), settled=s.settled,
                          floor=s.min_scale if can_rerun and scales and s.dynamic else None, static=scales and not s.dynamic,
-                         rerun=self.rerun, can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=asks_first(self.log.vain),
+                         rerun=self.rerun, can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=fp32_first(self.log.fruitless),
                          is_second=is_second, usual=max(norms) if len(norms)>7 else math.inf)
 
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
@@ -361,7 +361,7 @@ class DynamicMixedPrecision(MixedPrecision):
         finally:
             step = self.step
             entry.end_batch()
-            if step: self.log.vain,step.in_vain = self.log.vain+step.in_vain,0
+            if step: self.log.fruitless,step.fruitless = self.log.fruitless+step.fruitless,0
             if not training: self.step = outer
             elif step and self.learn is not None: self.end_batch(goes_on, cancelled)
 

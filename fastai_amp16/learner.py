@@ -199,7 +199,7 @@ class _OptAndMore:
     def __init__(self, opt, mp): self.opt,self.mp = opt,mp
     def state_dict(self):
         mp = self.mp
-        return {**self.opt.state_dict(), 'scaler':mp.scaler.state_dict(), 'healing':{'promoted':mp.promoted, 'vain':mp.log.vain},
+        return {**self.opt.state_dict(), 'scaler':mp.scaler.state_dict(), 'healing':{'promoted':mp.promoted, 'fruitless':mp.log.fruitless},
                 'random':mp.resumed or {**learner_random_states(mp.learn), 'ranks':list(mp.randoms[1:])}}
     def load_state_dict(self, sd):
         sd,mp = dict(sd),self.mp
@@ -209,7 +209,7 @@ class _OptAndMore:
         self.opt.load_state_dict(sd)
         if mp.learn._grab_cbs(LRFinder): return # `lr_find` restores the weights, and keeps the scale and the promotions that it found
         mp.plan = None
-        if healing: mp.promoted,mp.log.vain = healing['promoted'],healing['vain']
+        if healing: mp.promoted,mp.log.fruitless = healing['promoted'],healing['fruitless']
         if scaler: mp.scaler.load_state_dict(scaler)
 
 def _with_more(f, loads):

@@ -101,7 +101,7 @@ class Step:
     failed:bool = False # Did a diagnosis fail?
     # its end
     done:bool = False # Was the step taken, skipped or cancelled?
-    in_vain:int = 0 # Number of batches without a step that nothing could save
+    fruitless:int = 0 # Number of batches without a step that nothing could save
     is_second:bool = False # Did an earlier step end in the same batch?
 
     @property
@@ -292,7 +292,7 @@ def _results(self:Step):
 def _judge_results(self:Step, before=(), raised=False):
     "Judge a batch without a step by its predictions and its loss: is it done? `before`: references to those before it"
     if self.unusable or not self.rerun:
-        self.in_vain += self.unusable
+        self.fruitless += self.unusable
         return True
     ts = [] if raised else [t.detach() for t in self._results() if not any(t is b() for b in before)]
     ts,device = [t.coalesce().values() if t.is_sparse else t for t in ts],self.batches.model_state.params[0].device
@@ -300,7 +300,7 @@ def _judge_results(self:Step, before=(), raised=False):
     bad = self.ranks.read([bad.float()+(self.silent and not self.in_fp32)])[0]
     if not bad and self.kind is not Next.reference: return True
     if self.decide(Outcome.broken if bad else Outcome.fine) is not Next.skip: return False
-    self.in_vain += 1
+    self.fruitless += 1
     if self.batches.learn.training: self.batches.put_back()
     return True
 

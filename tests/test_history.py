@@ -3,14 +3,14 @@ import math,warnings
 import matplotlib.pyplot as plt
 import pytest
 from fastai_amp16.all import GradNorm,GradientNormClip,LossScale,SkippedSteps
-from fastai_amp16.history import History,asks_first,plot_history
+from fastai_amp16.history import History,fp32_first,plot_history
 from common import Poison,fit,learner
 
 def test_steps_are_counted():
     log = History()
     rows = (2.**16,5,False,1.),(2.**16,0,False,2.),(2.**16,1,True,math.inf),(2.**15,0,True,math.nan),(2.**15,2,False,3.)
     for row in rows: log.add(*row)
-    assert (log.n_rerun,log.n_skipped,log.unsaved)==(8,2,0)
+    assert (log.n_rerun,log.n_skipped,log.skipped_in_a_row)==(8,2,0)
     df = log.frame()
     assert list(df.columns)==['step','loss_scale','reruns','skipped','grad_norm']
     assert df.step.tolist()==[*range(5)] and df.skipped.dtype==bool
@@ -20,12 +20,12 @@ def test_skipped_steps_in_a_row_are_counted():
     log,seen = History(),[]
     for skipped in (1,1,0,1,1,1):
         log.add(1., 0, bool(skipped), 1.)
-        seen.append(log.unsaved)
+        seen.append(log.skipped_in_a_row)
     assert seen==[1,2,0,1,2,3]
 
 def test_what_was_in_vain_is_looked_into_less_and_less_often():
     "The 1st, 8th, 64th and 512th bad batch in a row at once, the others when fp32 can hold them"
-    assert [n+1 for n in range(600) if not asks_first(n)]==[1,8,64,512]
+    assert [n+1 for n in range(600) if not fp32_first(n)]==[1,8,64,512]
 
 def metrics(): return [LossScale(), SkippedSteps(), GradNorm()]
 

@@ -115,9 +115,9 @@ def test_what_was_mended_may_try_all_scales_again():
     assert drive(record, 2.**16, 2.**9)[1] is Next.step and record.fits
 
 @given(st.data(), st.booleans(), st.booleans(), st.sampled_from([None, 2.**-14, 2.**16]), st.booleans())
-def test_whatever_comes_out_of_the_attempts_the_step_ends(data, settled, asks_first, floor, static):
+def test_whatever_comes_out_of_the_attempts_the_step_ends(data, settled, fp32_first, floor, static):
     "Also where the same scale fits now and then; the step is taken only after a fine attempt, at a scale within the bounds"
-    record,kind = Step(floor=floor, static=static, settled=settled, fp32_first=asks_first, scale=2.**16),st.sampled_from(list(Outcome))
+    record,kind = Step(floor=floor, static=static, settled=settled, fp32_first=fp32_first, scale=2.**16),st.sampled_from(list(Outcome))
     for n in range(40):  # noqa: B007
         outcome = data.draw(kind)
         what,new = after(record, outcome)
