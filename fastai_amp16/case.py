@@ -18,7 +18,6 @@ from .record import Recording,loss_name
 from .rerun import Left,not_faults
 from .step import Next,Step,are_too_large
 
-
 # %% ../nbs/12_case.ipynb #27dfe652
 def _derivative(run, s):
     """The call whose derivative gave the bad gradient of `s`: the innermost one that took `s` in and had a gradient before
@@ -59,7 +58,6 @@ def _wrong_first(run, control=None):
         rounding = _off(control.seen[s.key], s.ref) if control and s.key in control.seen else 0.
         return d>_times*max(rounding, *(_off(o, o.ref) for o in f.ins), 0.)
     return [('forward',f) for f in itertools.islice((f for f,where,s in run.events if where=='out' and is_wrong(f, s)), 1)]
-
 
 # %% ../nbs/12_case.ipynb #f2d4b397
 def _ends(case, rec, loss):

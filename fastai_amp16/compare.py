@@ -101,7 +101,6 @@ def are_wrong(
     if of_loss is None or off<=_matters: return False # where almost nothing is left to learn, any rounding is much for the loss
     return of_loss>max(wrong, times*(loss_deviation(learn, centred, reference) or 0.))
 
-
 # %% ../nbs/09b_compare.ipynb #18cb073b
 _first,_most = 16,256 # the gaps between steps that are compared begin with this number of steps, and double up to that
 
@@ -168,4 +167,3 @@ class Comparison:
         # several processes run the controls together, in the diagnosis
         if step.silent and step.ranks.size==1: step.silent = differ([*map(control, (False,True))])
         return res
-

@@ -191,8 +191,6 @@ def _with_events(self, f, event_type, ex, final=noop):
             if mp and event_type=='backward': mp.wraps_backward = False
             if event_type=='batch' and (mp := running(self)): mp.record_again()
 
-
-
 # %% ../nbs/19_learner.ipynb #febe9b86
 class _OptAndMore:
     "Stands in for `learn.opt` while a checkpoint is saved or loaded: the optimizer with the state of the mixed precision `mp`"

@@ -55,7 +55,6 @@ def emulates_bf16(
     "Does the GPU only emulate bf16? NVIDIA's do below compute capability 8.0 (T4, V100, RTX 20xx)"
     return device.type=='cuda' and torch.version.hip is None and torch.cuda.get_device_capability(device)<(8,0)
 
-
 def refuse_second_precision(
     learn:Learner # About to fit
 ):

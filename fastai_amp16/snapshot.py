@@ -16,7 +16,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
-from .nested import Notes,cast_floats,half_types,replace
+from .nested import Notes,cast_floats,half_types,refill,replace
 from .precision import unwrap
 from .private import buffers_of,compiled_call,no_torch_function,version
 
@@ -136,6 +136,19 @@ def _attributes(o):
     is_layer = type(o).__module__.startswith('torch.nn.modules.') and not isinstance(o, (nn.Sequential,nn.ModuleList,nn.ModuleDict))
     return [d for d in ({} if is_layer else vars(o), buffers_of(o)) if d or not is_layer]
 
+def _open(m): return [t for t in (*m.parameters(recurse=False),*m.buffers(recurse=False)) if is_lazy(t)]
+
+def _lazy_noted(m):
+    "A function that makes a lazy module as it is now: it finds its sizes again, and initializes its weights with the same numbers"
+    cls,attrs,ts = type(m),{k: v for k,v in vars(m).items() if k not in _torchs},[(t,type(t)) for t in _open(m)]
+    hooks = [(d,d.copy()) for k,d in vars(m).items() if '_hooks' in k] # one of them initializes the module, once
+    def put_back():
+        m.__class__ = cls
+        vars(m).update(attrs)
+        for d,copy in hooks: refill(d, copy)
+        for t,kind in ts: t.data,t.__class__ = torch.empty(0, dtype=t.dtype, device=t.device),kind
+    return put_back
+
 def _infinite(values): return sum(isinstance(v, float) and not math.isfinite(v) for v in values)
 
 class ModelState:
@@ -154,7 +167,7 @@ class ModelState:
         self.norms,self.rest = _Attributes(norms, _torchs),_Attributes([d for _,d in self.named if not any(d is o for o in norms)], _torchs)
         modules = [o for _,o in owners.values() if isinstance(o, nn.Module)]
         self.modes = [vars(m) for m in modules if 'training' in vars(m)] # not those of TorchScript
-        self.lazy = [m for m in modules if hasattr(m, 'reset_running_stats') and is_lazy(m.running_mean)]
+        self.lazy = [m for m in modules if _open(m)]
         self.params = list(dict.fromkeys(p for m in modules for p in m.parameters(recurse=False)))
         self._sort_params({p for name,root in beside for _,m in _owners(root, name) for p in m.parameters()})
 
@@ -168,8 +181,8 @@ class ModelState:
     def note(self, with_frozen:bool=False): # Copy all frozen weights, not only those that a forward pass was seen to write to?
         "Return a function that restores the state at the start of a step, with training modes and `requires_grad`"
         self.before = _infinite(now := self.rest.values()),{id(v): _mark(v) for v in now if isinstance(v, Tensor)}
-        back = [self.norms.note(),self.rest.note([p for p,v in self.frozen if with_frozen or version(p)!=v])]
-        back += [m.reset_running_stats for m in self.lazy if is_lazy(m.running_mean)] # no statistics yet
+        back = [_lazy_noted(m) for m in self.lazy if _open(m)]
+        back += [self.norms.note(),self.rest.note([p for p,v in self.frozen if with_frozen or version(p)!=v])]
         training,trained = [d['training'] for d in self.modes],[p.requires_grad for p in self.params]
         def put_back():
             for f in back: f()
@@ -322,7 +335,6 @@ def unchanged(
     for p in learn.model.parameters(): p.grad = None # else a backward pass would add to them
     try: yield
     finally: put_back()
-
 
 # %% ../nbs/07_snapshot.ipynb #f56161eb
 def _shuffling(learn):

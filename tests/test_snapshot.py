@@ -147,13 +147,17 @@ draws = {
     'seed': lambda: np.random.seed(3) or np.random.rand(), 'many of Python': lambda: [random.random() for _ in range(624)],
     'bits': lambda: random.getrandbits(5)}
 
+def begun(name, began):
+    "The function that draws, from generators with a seed, after `began` Gaussians of numpy and of Python"
+    for lib in (torch.manual_seed, np.random.seed, random.seed): lib(0)
+    for _ in range(began): np.random.randn(), random.gauss(0, 1)
+    return draws[name]
+
 @pytest.mark.parametrize('began', [0,1,2])
 @pytest.mark.parametrize('name', draws)
 def test_random_numbers_drawn_again_are_the_same(name, began):
     "From the first batch that draws on, whenever that is, and whatever was drawn before"
-    for lib in (torch.manual_seed, np.random.seed, random.seed): lib(0)
-    for _ in range(began): np.random.randn(), random.gauss(0, 1)
-    draw = draws[name]
+    draw = begun(name, began)
     for i in range(6):
         before = random_states()
         if i in (1,4): continue # a batch that draws nothing
@@ -167,9 +171,7 @@ def test_random_numbers_drawn_again_are_the_same(name, began):
 @pytest.mark.parametrize('name', draws)
 def test_random_states_that_nobody_has_put_back_meanwhile(name, began):
     "Those of a batch are new if the batch before has drawn, numbers or a Gaussian that was left over"
-    for lib in (torch.manual_seed, np.random.seed, random.seed): lib(0)
-    for _ in range(began): np.random.randn(), random.gauss(0, 1)
-    draw = draws[name]
+    draw = begun(name, began)
     for n in (0,1,3):
         for _ in range(n): random_states(), draw()
         before,first = random_states(),draw()
