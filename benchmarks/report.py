@@ -334,8 +334,7 @@ the size of the parameters in fp32. fastai's own classes run with `Adam` and `Gr
 
 {memory.table(res)}
 
-`to_bf16_dynamic` takes less because gradients in half precision are cast to fp32 in parts of 25 MiB as soon as they exist, and are freed
-after the step."""
+`to_bf16_dynamic` takes less than `to_bf16` because `AdamW16` is fused, and makes no temporary copies."""
 
 def _accumulated():
     res = read('accumulation')
