@@ -19,7 +19,7 @@ from .grads import grad_params,grad_values,total_norm
 from .scaler import DynamicScaler,require
 from .snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
 from .ranks import Ranks
-from .rerun import Batches,Left,not_faults
+from .rerun import Batches,Left,ScaledBackward,not_faults
 from .step import Next,Outcome,Step,StepScaler
 from .compare import Comparison
 from .healing import heal
@@ -49,8 +49,7 @@ class DynamicMixedPrecision(MixedPrecision):
     name,order = 'mixed_precision',MixedPrecision.order
     _stateattrs = ('plan','ranks','step','states','resumed','left_out','context')
     plan = ranks = step = states = resumed = left_out = context = None
-    randoms,skipped,agreed = (),False,False
-    carries = False # may gradients from before enter the next step?
+    randoms,skipped,agreed,carries = (),False,False,False
     looks,told = False,None # is it used for a report? what was said last of other mixed precisions
     wraps_backward = False # does `around_backward` scale the loss? Else a learner's own code calls these events
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
@@ -194,8 +193,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def after_fit(self): self.plan = self.states = None # you may change the model before the next fit
 
     def forget_step(self):
-        "Forget an unfinished step; its gradients stay and enter the next one, as in fp32"
-        if self.step: self.step.batches.end()
+        "Forget an unfinished step; gradients that it has left enter the next one, which carries them on, as in fp32"
         self.step,self.carries = None,True
 
     # Events of a batch
@@ -213,7 +211,9 @@ class DynamicMixedPrecision(MixedPrecision):
         if step.ends and step.ends(self.loss): raise Left
         if step.ranks.size>1 and self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)): # that all may end together
             self.learn.loss = torch.full_like(self.loss, step.ranks.read([self.loss.mean()])[0]/step.ranks.size)
-        if not self.wraps_backward: step.begin_backward(watch=True)
+        if self.wraps_backward: return
+        step.begin_backward()
+        step.batches.gradients.begin_backward(step.scale)
 
     def after_backward(self):
         if self.step is None or self.wraps_backward: return
@@ -259,7 +259,8 @@ class DynamicMixedPrecision(MixedPrecision):
     def around_backward(self, f): # Function without arguments
         "Run `f`, the backward pass of `learn.loss_grad`; callbacks see true losses and gradients before and after it"
         if self.step is None: return f()
-        self.step.run_backward(f)
+        self.step.begin_backward()
+        with ScaledBackward(self.step.batches, self.step.scale): f()
         if self.step.settle(waits=True) is Next.skip:
             for p in self.step.batches.gradients.held(): p.grad.zero_() # no other code should use these
 
@@ -353,7 +354,7 @@ class DynamicMixedPrecision(MixedPrecision):
             goes_on = cancelled = True # its gradients may be accumulated
             raise
         except BaseException:
-            if training and self.step and not self.step.is_decided: self.step.batches.put_back()
+            if training and self.step: (self.step.batches.gradients.drop if self.step.is_decided else self.step.batches.put_back)()
             raise
         finally:
             step = self.step
@@ -361,7 +362,6 @@ class DynamicMixedPrecision(MixedPrecision):
             if step: self.log.fruitless,step.fruitless = self.log.fruitless+step.fruitless,0
             if not training: self.step = outer
             elif step and self.learn is not None: self.end_batch(goes_on, cancelled)
-            if step and (self.step is not step or self.learn is None): step.batches.end()
 
     def next_attempt(self, f): # A function that makes it
         "Prepare the next attempt"
@@ -376,12 +376,10 @@ class DynamicMixedPrecision(MixedPrecision):
         "Forget the step of a training batch, unless its gradients wait for the next batch"
         step = self.step
         if is_bare := step.is_bare: self.say_once(bare_step)
-        if not goes_on:
-            step.batches.gradients.drop()
-            self.forget_step()
+        if not goes_on: self.forget_step()
         elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
         else:
-            step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
+            if not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
             step.batches.wait()
 
     @contextmanager

@@ -53,14 +53,13 @@ class Gradients:
         if ps: scale_grads([p.grad for p in ps], factor)
 
     def begin_backward(self,
-        scale:float, # The loss scale
-        watch:bool=False # Find out whether the backward pass starts from `learn.loss_grad`?
+        scale:float # The loss scale
     ):
-        "Multiply the loss, and the gradients so far, by `scale`"
+        "Multiply the loss, and the gradients so far, by `scale`, and watch whether a backward pass starts from this loss"
         loss,self.came_through = self.learn.loss_grad,True
         if scale==1: return
         self.true_loss,self.learn.loss_grad = loss,self.scaled(loss, scale)
-        if watch and loss.requires_grad:
+        if loss.requires_grad:
             self.came_through = False
             self.learn.loss_grad.register_hook(lambda grad: setattr(self, 'came_through', True))
 
@@ -88,16 +87,18 @@ class Gradients:
 
 # %% ../nbs/08c_rerun.ipynb #9d70d90e
 class ScaledBackward(TorchFunctionMode):
-    "Scales whatever tensor a learner's own `_backward` calls `backward` of, such as a sum of the loss and a penalty"
+    "A context in which `backward` scales the tensor it starts from: the loss, or what a learner's own `_backward` adds to it"
     def __init__(self,
-        gradients:Gradients, # Those that the passes add to
+        batches, # The `Batches` of the step
         scale:float # The loss scale
     ):
         super().__init__()
-        self.gradients,self.scale = gradients,scale
+        self.gradients,self.scale,self.more = batches.gradients,scale,{'retain_graph':True} if batches.have_graphs else {}
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not Tensor.backward: return func(*args, **(kwargs or {}))
-        try: return func(self.gradients.scaled(args[0], self.scale), *args[1:], **(kwargs or {}))
+        loss,*args = args
+        if self.scale!=1 and self.gradients.scale==1: loss = self.gradients.scaled(loss, self.scale) # else that of a scaler is scaled
+        try: return func(loss, *args, **{**self.more, **(kwargs or {})})
         finally: self.gradients.rescale(1.)
 
 class Left(BaseException):
@@ -132,10 +133,6 @@ class Batches:
         self.inputs.append((self.learn.xb,self.learn.yb))
         self.changed.append(self.model_state.written_since(self.attributes))
         self.at,self.passes = len(self.notes)-1,self.entry.passes # forward passes before this batch
-
-    def end(self):
-        "The batches do not run again"
-        for o in (self.model_state,self.learner_state): o.end()
 
     def wait(self):
         "Note that the current batch is done, and that its gradients wait for those of other batches"

@@ -10,8 +10,6 @@ __all__ = ['ModelState', 'random_states', 'LearnerState', 'all_noted', 'unchange
 import ctypes,operator,random
 from collections import deque
 from contextlib import suppress
-from io import IOBase
-from itertools import chain
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.parameter import is_lazy
@@ -72,29 +70,10 @@ class _Tensors:
         for t,mark,c,_ in large:
             if _mark(t)!=mark: _write(t, c)
 
-@functools.cache
-def _is_iterator(cls): return hasattr(cls, '__next__') and not issubclass(cls, IOBase)
-
-class _Again:
-    "In the place of an iterator while a batch may run again: gives the same items, with the random numbers that were drawn for them"
-    def __init__(self, it): self.it,self.given,self.at = it,[],0
-    def __iter__(self): return self
-    def __next__(self):
-        if self.at==len(self.given): self.given.append((next(self.it),random_states()))
-        item,states = self.given[self.at]
-        for restore,state in states: restore(state)
-        self.at += 1
-        return item
-    @property
-    def rest(self):
-        "The iterator itself, if it has nothing to give again"
-        return chain([o for o,_ in self.given[self.at:]], self.it) if self.at<len(self.given) else self.it
-
 class _Attributes:
     "The attributes of some objects, with what is in them; `but` are names of others"
     def __init__(self, dicts, but, records=False):
         self.dicts,self.but,self.records,self.tensors,self.size = dicts,but,records,_Tensors(),None
-        self.replaced = [] # iterators, each with its place
 
     def values(self):
         "Their values; the `places` of these are looked up again if there are others"
@@ -108,14 +87,6 @@ class _Attributes:
     def note(self, more=()):
         "Note them, and tensors in `more`; returns a function that restores them, and removes new attributes"
         notes,values,places = Notes(self.records),self.values(),self.places
-        self.replaced = [(d,k,it) for d,k,it in self.replaced if d.get(k) is it]
-        its = [i for i,v in enumerate(values) if _is_iterator(type(v))] if any(map(_is_iterator, {*map(type, values)})) else []
-        for i in its:
-            if type(values[i]) is _Again: continue # noted before
-            (d,k),values[i] = places[i],_Again(values[i])
-            d[k] = values[i]
-            self.replaced.append((d, k, d[k]))
-        its = [(values[i],values[i].at) for i in its]
         values = notes.values(values)
         notes.back.append(self.tensors.note([*notes.tensors, *more]))
         def put_back():
@@ -123,15 +94,8 @@ class _Attributes:
             for d in self.dicts:
                 for k in [k for k in d if k not in self.but and (id(d),k) not in kept]: del d[k]
             for (d,k),v in zip(places, values): d[k] = v
-            for it,at in its: it.at = at
             for f in notes.back: f()
         return put_back
-
-    def give_back(self):
-        "Put the iterators back in their places: what they have given is not needed any more"
-        for d,k,it in self.replaced:
-            if d.get(k) is it: d[k] = it.rest
-
 
 # %% ../nbs/07_snapshot.ipynb #52ffa5ff
 _torchs = {*vars(nn.Module()), 'forward', compiled_call, '__reduce_ex__'} # attributes of torch, and those of stand-ins
@@ -218,10 +182,6 @@ class ModelState:
                 if p.requires_grad!=on: p.requires_grad_(on)
         return put_back
 
-    def end(self):
-        "The notes are not needed any more"
-        for o in (self.norms,self.rest): o.give_back()
-
     def attributes(self) -> list: # Of a dict, a key, a value and its mark
         "The attributes of modules and loss function, without tensors that have a graph, which they would keep alive"
         return [(d,k,v,_mark(v)) for v,(d,k) in zip(self.rest.values(), self.rest.places)
@@ -306,10 +266,6 @@ class LearnerState:
         self.learn,self.more,self.cbs = learn,more,None # callbacks may come and go
         self.inputs,self.writes = None,False # those of the last batch; has a batch written to its inputs?
 
-    def end(self):
-        "The notes are not needed any more"
-        if self.cbs is not None: self.attrs.give_back()
-
     def _note_inputs(self):
         "Inputs and targets with their marks, and copies if a batch has written to them"
         self.writes = self.writes or any(_mark(t)!=mark for t,mark,*_ in self.inputs or ())
@@ -322,7 +278,6 @@ class LearnerState:
         "Note the state after all callbacks have prepared a batch"
         attrs,opt,cbs = vars(self.learn),getattr(self.learn, 'opt', None),[*self.learn.cbs]
         if cbs!=self.cbs:
-            self.end()
             dicts = [attrs, *map(vars, filter(_acts, cbs)), *self.more]
             self.cbs,self.attrs = cbs,_Attributes(dicts, ('xb','yb',*_results,'dl','dls'), records=True)
         hypers = opt.opt.param_groups if isinstance(opt, OptimWrapper) else getattr(opt, 'hypers', ()) # they may change in a batch
@@ -350,11 +305,10 @@ def all_noted(
     dl=None # A data loader that may run as well
 ): # A function without arguments, which may be called more than once
     "Note everything that batches of `learn` may change, gradients included; the function restores it"
-    others = [*map(vars, (*learn.cbs, *_loader_parts(dl)))]
-    states = modules,_ = ModelState(unwrap(learn.model), learn.loss_func, learn),LearnerState(learn, others)
-    back,grads = [modules.note(with_frozen=True),states[1].note()[0],*(o.end for o in states)],[(p,p.grad) for p in modules.params]
+    modules,others = ModelState(unwrap(learn.model), learn.loss_func, learn),[*map(vars, (*learn.cbs, *_loader_parts(dl)))]
+    back,grads = [modules.note(with_frozen=True),LearnerState(learn, others).note()[0]],[(p,p.grad) for p in modules.params]
     dicts,keys = (vars(learn), *others, *(d for _,d in modules.named)),{*vars(learn)}
-    exact = [(d,{k: v for k,v in d.items() if k not in _torchs and not _is_iterator(type(v))}) for d in dicts] # tensors with a graph, too
+    exact = [(d,{k: v for k,v in d.items() if k not in _torchs}) for d in dicts] # tensors with a graph, too
     def put_back():
         for f in back: f()
         for d,before in exact: d.update(before)

@@ -15,7 +15,7 @@ from .grads import grad_params,grad_values,total_norm
 from .nested import tensors
 from .private import no_torch_function,version
 from .ranks import NeedsOthers,Ranks
-from .rerun import Batches,Left,ScaledBackward,not_faults
+from .rerun import Batches,Left,not_faults
 from .scaler import DynamicScaler
 
 # %% ../nbs/09_step.ipynb #20cfd3dd
@@ -137,29 +137,11 @@ class Step:
         self.kind,self.scale,self.reruns = kind,scale,self.reruns+1
         self.outcome = self.norm = self.next = self.loss_sign = self.backward_at = None
 
-    def begin_backward(self,
-        watch:bool=False, # Find out whether the backward pass starts from `learn.loss_grad`?
-        scales:bool=True # Does it start from there? If not, it scales what it starts from
-    ):
-        "Multiply the loss, and the gradients so far, by the loss scale"
+    def begin_backward(self):
+        "Note how many forward passes came before, and whether the loss is finite"
         with no_torch_function(): sign = 0*self.batches.learn.loss_grad.detach().float().sum() # fastai's tensors take ten times as long
         self.loss_sign = sign if self.loss_sign is None else self.loss_sign+sign
         self.backward_at = self.batches.entry.passes
-        self.batches.gradients.begin_backward(self.scale if scales else 1., watch)
-
-    def run_backward(self,
-        f # The learner's `_backward`
-    ):
-        "Run `f` with the loss scale; callbacks see true losses and gradients before and after it"
-        batches,learn = self.batches,self.batches.learn
-        is_own = type(learn)._backward is not Learner._backward # it may add to the loss
-        self.begin_backward(scales=not is_own)
-        try:
-            if is_own and self.scale!=1:
-                with ScaledBackward(batches.gradients, self.scale): f()
-            elif batches.have_graphs and not is_own: learn.loss_grad.backward(retain_graph=True)
-            else: f()
-        finally: batches.gradients.end_backward()
 
     def judge(self):
         "Find out what came of the gradients by one read of the device, unless that is known and nobody has written to them since"
@@ -291,8 +273,7 @@ def _is_judged(self:Step, passes, waits=True):
 def _accepts(self:Step, e, passes, before):
     "May a callback cancel the batch by raising `e`? Not if the loss is not finite because of half precision"
     if not self.batches.learn.training: return True
-    summed = self.outcome is not None
-    if not self._is_judged(passes, summed) and not self._judge_results(before): return False
+    if not self._is_judged(passes, self.outcome is not None) and not self._judge_results(before): return False
     if self.unusable: self.batches.put_back()
     return True
 

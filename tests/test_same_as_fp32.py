@@ -29,7 +29,7 @@ class Sees(Callback):
         if event=='after_loss': self.by[at]['loss'].append(loss.item())
         if event in ('after_backward','after_step','after_batch'): self.by['train']['rows'][event].append((self.iter,self.pct_train))
         self.n[at,event] += 1
-        drawn = torch.get_rng_state()[:40].tolist(),random.getstate()[1][-1],int(np.random.get_state()[2])
+        drawn = torch.get_rng_state()[:40].tolist(),random.getstate()[1][-1],np.random.get_state()[2]
         self.events.append((event,at,getattr(self, 'epoch', None),getattr(self, 'iter', None),loss if loss is None else loss.item(),drawn))
 for e in _events: setattr(Sees, e, lambda self, e=e: self.see(e))
 
@@ -44,10 +44,10 @@ def way(learn):
     r,opt = learn.recorder,learn.opt
     state = opt.state_dict()['state'] if opt else []
     steps = [o.get('step') for o in (state.values() if isinstance(state, dict) else state)]
+    draws = random.getstate(),torch.get_rng_state().tolist(),np.random.get_state()[1].tolist(),np.random.get_state()[2:]
     return dict(events=[(*o[:4],o[-1]) for o in learn.sees.events], counts=dict(learn.sees.n), rows=dict(learn.sees.by['train']['rows']),
         lengths=[len(learn.sees.by[o]['loss']) for o in ('train','valid')], lrs=getattr(r, 'lrs', 0), iters=getattr(r, 'iters', 0),
-        hypers=plain(list(opt.hypers)) if opt else 0, epochs=len(r.values), steps=plain(steps), random=(random.getstate(), torch.get_rng_state().tolist(),
-        np.random.get_state()[1].tolist(), np.random.get_state()[2:]), more=getattr(learn, 'more', None))
+        hypers=plain(list(opt.hypers)) if opt else 0, epochs=len(r.values), steps=plain(steps), draws=draws, more=getattr(learn, 'more', 0))
 
 def end(learn):
     "All that a program leaves"
@@ -55,7 +55,8 @@ def end(learn):
     models = [learn.model, *getattr(learn, 'nets', ())]
     grads = [p.grad for m in models for p in m.parameters()]
     return dict(weights=plain([{**m.state_dict()} for m in models]), grads=plain(grads), opt=plain(opt.state_dict()) if opt else 0,
-        losses=plain(getattr(r, 'losses', 0)), values=repr(plain(list(r.values))), seen=repr(learn.sees.events), by=repr(learn.sees.by), **way(learn))
+        losses=plain(getattr(r, 'losses', 0)), values=repr(plain(list(r.values))), seen=repr(learn.sees.events), by=repr(learn.sees.by),
+        **way(learn))
 
 # --- programs: functions of `small`, which makes a learner as `to_fp32`, `to_fp16_dynamic` and so on make it
 
@@ -66,16 +67,18 @@ def program(f):
 
 def net(): return nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8,3))
 def parts(m): return [params(m[:2]),params(m[2:])]
-def data(n=40, bs=8, targets=lambda x: (x[:,0]>0).long()+(x[:,1]>0).long(), shape=(6,)):
-    x = torch.randn(n, *shape)
-    items = Items(zip(x, targets(x.view(n, -1))))
-    return DataLoaders(DataLoader(items, bs=bs, shuffle=True), DataLoader(items[:16], bs=bs))
+def loaders(items, **kwargs):
+    "Five batches, and one for validation"
+    return DataLoaders(*[DataLoader(items[:n], bs=8, shuffle=n>8, **kwargs) for n in (40,8)])
+def data(*shape):
+    x = torch.randn(40, *shape)
+    return loaders(Items(zip(x, (x.view(40, -1)[:,:2]>0).sum(1))))
 
-def making(to, **defaults):
+def making(to):
     def small(model=net, dls=None, loss_func=None, opt_func=Adam, cls=Learner, cbs=(), **kwargs):
         set_seed(3, reproducible=True)
-        dls,model = dls or data(),model() if not isinstance(model, nn.Module) else model
-        return to(cls(dls, model, loss_func or CrossEntropyLossFlat(), opt_func, cbs=[Sees(), *L(cbs)], lr=0.05, **kwargs), **defaults)
+        dls,model = dls or data(6),model() if not isinstance(model, nn.Module) else model
+        return to(cls(dls, model, loss_func or CrossEntropyLossFlat(), opt_func, cbs=[Sees(), *L(cbs)], lr=0.05, **kwargs))
     return small
 
 def fit(learn, n=1, how='fit', *args, raises=(), **kwargs):
@@ -87,8 +90,9 @@ def fit(learn, n=1, how='fit', *args, raises=(), **kwargs):
 # optimizers
 momentum = partial(SGD, mom=0.9, wd=0.1)
 def torchs(opt, **kwargs): return partial(OptimWrapper, opt=opt, **kwargs)
-optimizers = dict(sgd=SGD, momentum=momentum, adam=Adam, adam_l2=partial(Adam, decouple_wd=False), rmsprop=RMSProp, radam=RAdam, qhadam=QHAdam, larc=Larc,
-    lamb=Lamb, ranger=ranger, adamw16=AdamW16, torchs_sgd=torchs(torch.optim.SGD, momentum=0.9, weight_decay=0.1), torchs_adamw=torchs(torch.optim.AdamW))
+optimizers = dict(momentum=momentum, adam=Adam, adam_l2=partial(Adam, decouple_wd=False), rmsprop=RMSProp, radam=RAdam, qhadam=QHAdam,
+    larc=Larc, lamb=Lamb, ranger=ranger, adamw16=AdamW16, torchs_adamw=torchs(torch.optim.AdamW),
+    torchs_sgd=torchs(torch.optim.SGD, momentum=0.9, weight_decay=0.1))
 for name,opt in optimizers.items(): programs[f'optimizer {name}'] = lambda small, opt=opt: fit(fit(small(opt_func=opt), 1), 1)
 
 # schedules
@@ -159,7 +163,7 @@ def gradients_that_others_left(small):
 
 # mixed samples, and other callbacks of fastai
 for cb in (MixUp,CutMix): programs[cb.__name__] = lambda small, cb=cb: fit(
-    small(lambda: nn.Sequential(nn.Conv2d(1,3,3), nn.Flatten(), nn.Linear(12,3)), data(shape=(1,4,4)), cbs=cb(0.5)), 2)
+    small(lambda: nn.Sequential(nn.Conv2d(1,3,3), nn.Flatten(), nn.Linear(12,3)), data(1,4,4), cbs=cb(0.5)), 2)
 @program
 def mixed_and_accumulated(small): return fit(small(cbs=[MixUp(0.4), GradientAccumulation(16)]), 2)
 @program
@@ -173,7 +177,8 @@ def nested_validation(small):
     return learn
 @program
 def channels_last(small):
-    return fit(small(lambda: nn.Sequential(nn.Conv2d(3,4,3), nn.GroupNorm(2,4), nn.Flatten(), nn.Linear(16,3)), data(shape=(3,4,4)), cbs=ChannelsLast()))
+    def model(): return nn.Sequential(nn.Conv2d(3,4,3), nn.GroupNorm(2,4), nn.Flatten(), nn.Linear(16,3))
+    return fit(small(model, data(3,4,4), cbs=ChannelsLast()))
 @program
 def clipped(small): return fit(small(cbs=GradientNormClip(0.1)), 2)
 
@@ -194,7 +199,10 @@ def exported(small):
 
 # adversaries: two networks whose turns a callback switches, with one optimizer for both
 class Gan(nn.Module):
-    def __init__(self): super().__init__(); self.g,self.c,self.turn = nn.Linear(6,6),nn.Sequential(nn.Linear(6,8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8,1)),'c'
+    def __init__(self):
+        super().__init__()
+        self.g,self.turn = nn.Linear(6,6),'c'
+        self.c = nn.Sequential(nn.Linear(6,8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8,1))
     def forward(self, x): return self.c(self.g(x)) if self.turn=='g' else self.c(torch.cat([x, self.g(torch.randn_like(x)).detach()]))
 class Switches(Callback):
     def __init__(self): self.turns = []
@@ -226,12 +234,13 @@ def two_optimizers(small):
 # text and tables
 class Bag(nn.Module):
     "Sparse gradients, some of them summed from many"
-    def __init__(self): super().__init__(); self.e,self.out = nn.EmbeddingBag(9, 6, sparse=True, mode='sum'),nn.Linear(6,3)
+    def __init__(self):
+        super().__init__()
+        self.e,self.out = nn.EmbeddingBag(9, 6, sparse=True, mode='sum'),nn.Linear(6,3)
     def forward(self, x): return self.out(self.e(x))
-def tokens(n=40):
-    x = torch.randint(0, 4, (n,12))
-    items = Items(zip(x, x[:,0]%3))
-    return DataLoaders(DataLoader(items, bs=8, shuffle=True), DataLoader(items[:16], bs=8))
+def tokens():
+    x = torch.randint(0, 4, (40,12))
+    return loaders(Items(zip(x, x[:,0]%3)))
 for name,opt in dict(sgd=SGD, torchs=torchs(torch.optim.SGD)).items():
     for n in (8,24):
         programs[f'sparse {name} {n}'] = lambda small, opt=opt, n=n: fit(small(Bag, tokens(), opt_func=opt, cbs=GradientAccumulation(n)), 2)
@@ -257,8 +266,7 @@ def table(small):
     from fastai.tabular.model import TabularModel
     def model(): return TabularModel([(4,2),(3,2)], 3, 3, [8], embed_p=0.1)
     items = Items((torch.tensor([i%4,i%3]), torch.randn(3), torch.tensor(i%3)) for i in range(40))
-    dls = DataLoaders(*[DataLoader(items, bs=8, n_inp=2, shuffle=o) for o in (True,False)])
-    return fit(small(model, dls), 2)
+    return fit(small(model, loaders(items, n_inp=2)), 2)
 @program
 def lazy(small): return fit(small(lambda: nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(3))), 2)
 
@@ -291,19 +299,20 @@ for cls in (Penalised,TwoLosses,Own,Weighted):
 
 # callbacks that remember
 class Holds(Callback):
-    "Iterators and containers, in events that a batch may repeat"
+    "Containers, in events that a batch may repeat, and iterators, in one that it does not: an iterator never goes back"
     order = 20
     def __init__(self):
         self.count,self.cycle,self.noise = itertools.count(),itertools.cycle('abc'),self.draws()
         self.seen,self.stats,self.rows = [],{'train':{'loss':[], 'deep':[[]]}},{i: [] for i in range(192)}
     def draws(self):
         while True: yield random.random(),torch.rand(()).item(),np.random.rand()
-    def after_pred(self): self.seen.append((next(self.count), next(self.cycle), next(self.noise)))
+    def before_batch(self): self.seen.append((next(self.count), next(self.cycle), next(self.noise)))
     def after_loss(self):
         self.stats['train']['loss'].append(self.iter)
-        self.stats['train']['deep'][0].append(next(self.count))
+        self.stats['train']['deep'][0].append(self.iter)
         for o in self.rows.values(): o.append(self.iter)
-    def after_fit(self): self.learn.more = [self.seen, self.stats, self.rows, [type(o).__name__ for o in (self.count, self.cycle, self.noise)]]
+    def after_fit(self):
+        self.learn.more = [self.seen, self.stats, self.rows, [type(o).__name__ for o in (self.count, self.cycle, self.noise)]]
 @program
 def callback_that_holds(small): return fit(fit(small(cbs=Holds()), 2))
 @program
@@ -325,33 +334,33 @@ class Cancels(Callback):
         self.times += 1
         if self.times in self.at: raise self.ex()
 cancels = [getattr(fastai.basics, f'Cancel{o}Exception') for o in ('Batch','Train','Epoch','Step','Backward','Fit')]
-in_a_batch = 'before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_cancel_step','after_batch'
+in_a_batch = ('before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_cancel_step',
+              'after_batch')
 for ex in cancels:
     def cancelled(small, ex=ex):
-        learns = [fit(fit(small(opt_func=momentum, cbs=Cancels(e, ex)), 2, raises=ex)) for e in in_a_batch]
-        learns[0].more = [end(o) for o in learns]
-        return learns[0]
+        return [fit(fit(small(opt_func=momentum, cbs=Cancels(e, ex)), raises=ex)) for e in in_a_batch]
     programs[f"{ex.__name__} in every event"] = cancelled
 
 # --- the tests
 
-def run(name, to, tmp_path, **kwargs):
-    small = making(to, **kwargs)
+def run(name, to, tmp_path):
+    small = making(to)
     small.path = tmp_path
     set_seed(3, reproducible=True)
     return programs[name](small)
 
-def differences(a, b): return [k for k in a if a[k]!=b[k]]
+def differences(what, a, b): return [k for o,p in zip(L(a), L(b)) for v,w in [(what(o), what(p))] for k in v if v[k]!=w[k]]
 
 kept = [pytest.param(o, Learner.to_fp16_dynamic, id=o) for o in programs]+[pytest.param(o, Learner.to_bf16_dynamic, id=f'{o}, bf16')
         for o in ('one_cycle','momentum freeze unfreeze','accumulated three','gan','transformer','Penalised','callback_that_holds')]
 @pytest.mark.parametrize('name,to', kept)
 def test_with_everything_in_fp32_a_program_ends_as_without_us(name, to, tmp_path):
     "Weights, buffers, gradients, optimizer, recorder, events with losses, random numbers, what callbacks hold: bit for bit"
-    a,b = [end(run(name, to, tmp_path)) for to in (Learner.to_fp32, partial(to, keep_fp32=['*','.']))]
-    assert not differences(a, b)
+    a,b = [run(name, to, tmp_path) for to in (Learner.to_fp32, partial(to, keep_fp32=['*','.']))]
+    assert not differences(end, a, b)
 
-others = [o for o in programs if o not in ('early_stopping','plateau')] # these decide by the loss
+# the first never takes a step, and the weights that the second writes within a batch do not go back: see the documentation
+others = [o for o in programs if o not in ('accumulated more','two_optimizers')]
 
 @pytest.mark.parametrize('name', others)
 def test_where_batches_run_again_a_program_takes_fp32s_way(name, tmp_path):
@@ -359,4 +368,5 @@ def test_where_batches_run_again_a_program_takes_fp32s_way(name, tmp_path):
 
     The first loss scale is too high, and it grows after each second step, so that many batches run again."""
     a,b = [run(name, to, tmp_path) for to in (Learner.to_fp32, partial(Learner.to_fp16_dynamic, init_scale=2.**24, growth_interval=2))]
-    assert not differences(way(a), way(b)) and b.mixed_precision.n_rerun and not b.mixed_precision.n_skipped
+    assert not differences(way, a, b)
+    for o in L(b): assert o.mixed_precision.n_rerun and not o.mixed_precision.n_skipped
