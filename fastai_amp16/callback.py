@@ -19,7 +19,7 @@ from .grads import grad_params,grad_values,total_norm
 from .scaler import DynamicScaler,require
 from .snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
 from .ranks import Ranks
-from .rerun import Batches,Left,not_faults
+from .rerun import Batches,Left,ScaledBackward,not_faults
 from .step import Next,Outcome,Step,StepScaler
 from .compare import Comparison
 from .healing import heal
@@ -49,7 +49,7 @@ class DynamicMixedPrecision(MixedPrecision):
     name,order = 'mixed_precision',MixedPrecision.order
     _stateattrs = ('plan','ranks','step','states','resumed','left_out','context')
     plan = ranks = step = states = resumed = left_out = context = None
-    randoms,skipped,agreed = (),False,False
+    randoms,skipped,agreed,carries = (),False,False,False
     looks,told = False,None # is it used for a report? what was said last of other mixed precisions
     wraps_backward = False # does `around_backward` scale the loss? Else a learner's own code calls these events
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
@@ -141,6 +141,7 @@ class DynamicMixedPrecision(MixedPrecision):
         learn = self.learn
         if self.plan is None or self.plan.wrapped is not learn.model:
             self.plan,self.ranks,self.states = self.make_plan(learn.model),Ranks(learn.model),None # and modules may be others
+            self.scaler.enable(self.amp_mode==AMPMode.FP16 and self.plan.has_half)
         if entry is not None:
             modules = self.states and self.states[0]
             if not modules or modules.model is not self.plan.model or modules.loss_func is not learn.loss_func:
@@ -163,7 +164,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if held and not {*held} & {*plan.params}:
             raise ValueError("The optimizer holds none of the model's parameters: call learn.create_opt() after you replace learn.model.")
         warn_of_slow_half(plan, not self.log.steps)
-        self.drop_step()
+        self.forget_step()
         self.said,self.fit_start = set(),len(self.log.steps)
         self.comparison.begin_fit()
         if not goes_on: self.log.fruitless = self.log.skipped_in_a_row = 0
@@ -191,11 +192,9 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.learn._fitting and self.ranks and self.ranks.size>1: self.randoms = self.ranks.gather(learner_random_states(self.learn))
     def after_fit(self): self.plan = self.states = None # you may change the model before the next fit
 
-    def drop_step(self):
-        "Forget an unfinished step, so that its gradients do not enter the next one"
-        if self.opt is not None: self.opt.zero_grad()
-        for p in self.learn.model.parameters(): p.grad = None # those that the optimizer does not hold
-        self.step = None
+    def forget_step(self):
+        "Forget an unfinished step; gradients that it has left enter the next one, which carries them on, as in fp32"
+        self.step,self.carries = None,True
 
     # Events of a batch
 
@@ -212,7 +211,9 @@ class DynamicMixedPrecision(MixedPrecision):
         if step.ends and step.ends(self.loss): raise Left
         if step.ranks.size>1 and self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)): # that all may end together
             self.learn.loss = torch.full_like(self.loss, step.ranks.read([self.loss.mean()])[0]/step.ranks.size)
-        if not self.wraps_backward: step.begin_backward(watch=True)
+        if self.wraps_backward: return
+        step.begin_backward()
+        step.batches.gradients.begin_backward(step.scale)
 
     def after_backward(self):
         if self.step is None or self.wraps_backward: return
@@ -258,14 +259,10 @@ class DynamicMixedPrecision(MixedPrecision):
     def around_backward(self, f): # Function without arguments
         "Run `f`, the backward pass of `learn.loss_grad`; callbacks see true losses and gradients before and after it"
         if self.step is None: return f()
-        batches = self.step.batches
         self.step.begin_backward()
-        try:
-            if batches.have_graphs and type(self.learn)._backward is Learner._backward: self.learn.loss_grad.backward(retain_graph=True)
-            else: f()
-        finally: batches.gradients.end_backward()
+        with ScaledBackward(self.step.batches, self.step.scale): f()
         if self.step.settle(waits=True) is Next.skip:
-            for p in batches.gradients.held(): p.grad.zero_() # no other code should use these
+            for p in self.step.batches.gradients.held(): p.grad.zero_() # no other code should use these
 
     def around_step(self, f): # Function without arguments
         "Run `f`, the step of the optimizer; if the model ran after the gradients were judged, as in SAM, look at them once more"
@@ -325,7 +322,8 @@ class DynamicMixedPrecision(MixedPrecision):
         "Make a new `Step`, which notes the state of the modules"
         s,steps = self.scaler,self.log.steps
         scales,norms = s.is_enabled(),[norm for *_,skipped,norm in steps[max(self.fit_start, len(steps)-32):] if not skipped]
-        self.step = Step(Batches(self.learn, entry, *self.states), self.ranks, scale=s.get_scale(), settled=s.settled,
+        carried,self.carries = self.carries and self.training,self.carries and not self.training
+        self.step = Step(Batches(self.learn, entry, *self.states, carried), self.ranks, scale=s.get_scale(), settled=s.settled,
                          floor=s.min_scale if can_rerun and scales and s.dynamic else None, static=scales and not s.dynamic,
                          rerun=self.rerun, can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=fp32_first(self.log.fruitless),
                          is_second=is_second, usual=max(norms) if len(norms)>7 else math.inf)
@@ -352,11 +350,11 @@ class DynamicMixedPrecision(MixedPrecision):
             go = f
             while not self.step.attempt(go, f) and self.learn is not None: go = self.next_attempt(f) # a callback may have removed this one
             goes_on = True
-        except not_faults as e:
-            goes_on = cancelled = isinstance(e, CancelBatchException) # its gradients may be accumulated
+        except not_faults:
+            goes_on = cancelled = True # its gradients may be accumulated
             raise
         except BaseException:
-            if training and self.step and not self.step.is_decided: self.step.batches.put_back()
+            if training and self.step: (self.step.batches.gradients.drop if self.step.is_decided else self.step.batches.put_back)()
             raise
         finally:
             step = self.step
@@ -378,9 +376,11 @@ class DynamicMixedPrecision(MixedPrecision):
         "Forget the step of a training batch, unless its gradients wait for the next batch"
         step = self.step
         if is_bare := step.is_bare: self.say_once(bare_step)
-        if not goes_on: self.drop_step()
+        if not goes_on: self.forget_step()
         elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
-        else: step.batches.wait()
+        else:
+            if not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
+            step.batches.wait()
 
     @contextmanager
     def asking(self, entry): # The `Entry` of the fit, or a new one

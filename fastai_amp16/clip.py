@@ -10,7 +10,7 @@ from numbers import Real
 from fastai.basics import *
 from fastai.callback.training import GradientClip
 from torch.nn.utils import get_total_norm,clip_grads_with_norm_
-from .grads import grad_params,grad_values,read_all,scale_grads
+from .grads import grad_params,grad_values,read_all,scale_grads,total_norm
 from .scaler import require
 
 # %% ../nbs/06_clip.ipynb #15b826c0
@@ -43,9 +43,11 @@ class GradientNormClip(Callback):
         norm = None if self._knows is None else self._knows.step_norm
         if norm is None or norm>self.max_norm:
             params = grad_params(self.opt)
-            if norm is not None: scale_grads(grad_values(params), self.max_norm/(norm+1e-6))
+            if norm is not None: # the same factor as below, without a copy to the device
+                scale_grads([p.grad for p in params], (self.max_norm/(torch.tensor(norm, device='cpu')+1e-6)).item())
             else:
-                norm = get_total_norm(grad_values(params), self.norm_type)
+                grads = grad_values(params)
+                norm = total_norm(grads) if self.norm_type==2 else get_total_norm(grads, self.norm_type)
                 clip_grads_with_norm_(params, self.max_norm, norm)
         self._norms.append(norm)
 

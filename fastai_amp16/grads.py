@@ -20,13 +20,9 @@ def grad_params(
 
 def grad_values(
     params:list # Parameters with gradients
-) -> list: # Tensors that you can read or change in place; the values of sparse gradients
+) -> list: # Tensors to read; the values of sparse gradients, summed where an index comes more than once
     "The gradients of `params`"
-    grads = [p.grad for p in params]
-    if not any(map(attrgetter('is_sparse'), grads)): return grads
-    for p in params:
-        if p.grad.is_sparse: p.grad = p.grad.coalesce()
-    return [p.grad.values() if p.grad.is_sparse else p.grad for p in params]
+    return [g.coalesce().values() if g.is_sparse else g for g in [p.grad for p in params]]
 
 _few = 2**18 # numbers, which are copied to one tensor faster than each tensor is read by itself
 
@@ -39,7 +35,7 @@ def total_norm(
     return torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]))
 
 def scale_grads(
-    grads:list, # Gradients from `grad_values`, at least one
+    grads:list, # Gradients, at least one
     factor:float # Multiply by this
 ):
     "Multiply the gradients by `factor` in place, in one multi-tensor call"

@@ -146,7 +146,7 @@ def _fit(learn, f):
     try: _standing(learn, run)
     finally:
         learn._fitting = False
-        if mp := running(learn): mp.drop_step()
+        if mp := running(learn): mp.forget_step()
 
 def _batch(learn, f):
     "Run `f`, which processes one batch, as often as necessary"
@@ -221,7 +221,7 @@ def _with_more(f, loads):
         try: return f(self, *args, **kwargs)
         finally:
             self.opt = opt
-            if loads: mp.drop_step() # it belongs to the weights before
+            if loads: mp.forget_step() # it belongs to the weights before
     return g
 
 @functools.cache

@@ -289,15 +289,16 @@ class PrecisionPlan:
                       **{m: (_in_half, dev, self.dtype) for m in again}}
         for m in norms: # these compute the same without a role; autocast has a rule for layer norms, and `SyncBatchNorm` many operations
             if _reads_half(m, dev) and not isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm)): del self.roles[m]
+        self.has_half = not all(m in self.in_fp32 or m in own for m in self.model.modules()) # does anything compute in half precision?
 
     @contextmanager
     def autocast(self):
         "A context in which autocast is on for the model's device"
         # torch's fast path for transformers takes weights and inputs of one dtype only. It asks whether autocast is on, and means CUDA's
         before = torch.is_autocast_enabled('cuda')
-        torch.set_autocast_enabled('cuda', True)
+        torch.set_autocast_enabled('cuda', before or self.has_half)
         try:
-            with torch.autocast(self.device_type, dtype=self.dtype): yield
+            with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.has_half): yield
         finally: torch.set_autocast_enabled('cuda', before)
 
     @contextmanager

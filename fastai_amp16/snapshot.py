@@ -10,8 +10,6 @@ __all__ = ['ModelState', 'random_states', 'LearnerState', 'all_noted', 'unchange
 import ctypes,operator,random
 from collections import deque
 from contextlib import suppress
-from io import IOBase
-from itertools import tee
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.parameter import is_lazy
@@ -72,9 +70,6 @@ class _Tensors:
         for t,mark,c,_ in large:
             if _mark(t)!=mark: _write(t, c)
 
-@functools.cache
-def _is_iterator(cls): return hasattr(cls, '__next__') and not issubclass(cls, IOBase)
-
 class _Attributes:
     "The attributes of some objects, with what is in them; `but` are names of others"
     def __init__(self, dicts, but, records=False):
@@ -92,9 +87,6 @@ class _Attributes:
     def note(self, more=()):
         "Note them, and tensors in `more`; returns a function that restores them, and removes new attributes"
         notes,values,places = Notes(self.records),self.values(),self.places
-        its = [i for i,v in enumerate(values) if _is_iterator(type(v))] if any(map(_is_iterator, {*map(type, values)})) else []
-        for i in its: # from now on the iterator keeps the items that it gives, as long as there are notes
-            (d,k),(values[i],d[k]) = places[i],tee(values[i])
         values = notes.values(values)
         notes.back.append(self.tensors.note([*notes.tensors, *more]))
         def put_back():
@@ -102,7 +94,6 @@ class _Attributes:
             for d in self.dicts:
                 for k in [k for k in d if k not in self.but and (id(d),k) not in kept]: del d[k]
             for (d,k),v in zip(places, values): d[k] = v
-            for i in its: places[i][0][places[i][1]] = copy(values[i]) # which may be needed again
             for f in notes.back: f()
         return put_back
 
@@ -317,7 +308,7 @@ def all_noted(
     modules,others = ModelState(unwrap(learn.model), learn.loss_func, learn),[*map(vars, (*learn.cbs, *_loader_parts(dl)))]
     back,grads = [modules.note(with_frozen=True),LearnerState(learn, others).note()[0]],[(p,p.grad) for p in modules.params]
     dicts,keys = (vars(learn), *others, *(d for _,d in modules.named)),{*vars(learn)}
-    exact = [(d,{k: v for k,v in d.items() if k not in _torchs and not _is_iterator(type(v))}) for d in dicts] # tensors with a graph, too
+    exact = [(d,{k: v for k,v in d.items() if k not in _torchs}) for d in dicts] # tensors with a graph, too
     def put_back():
         for f in back: f()
         for d,before in exact: d.update(before)

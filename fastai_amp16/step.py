@@ -137,14 +137,11 @@ class Step:
         self.kind,self.scale,self.reruns = kind,scale,self.reruns+1
         self.outcome = self.norm = self.next = self.loss_sign = self.backward_at = None
 
-    def begin_backward(self,
-        watch:bool=False # Find out whether the backward pass starts from `learn.loss_grad`?
-    ):
-        "Multiply the loss, and the gradients so far, by the loss scale"
+    def begin_backward(self):
+        "Note how many forward passes came before, and whether the loss is finite"
         with no_torch_function(): sign = 0*self.batches.learn.loss_grad.detach().float().sum() # fastai's tensors take ten times as long
         self.loss_sign = sign if self.loss_sign is None else self.loss_sign+sign
         self.backward_at = self.batches.entry.passes
-        self.batches.gradients.begin_backward(self.scale, watch)
 
     def judge(self):
         "Find out what came of the gradients by one read of the device, unless that is known and nobody has written to them since"
@@ -276,8 +273,7 @@ def _is_judged(self:Step, passes, waits=True):
 def _accepts(self:Step, e, passes, before):
     "May a callback cancel the batch by raising `e`? Not if the loss is not finite because of half precision"
     if not self.batches.learn.training: return True
-    is_batch,summed = isinstance(e, CancelBatchException),self.outcome is not None
-    if not self._is_judged(passes, is_batch and summed) and not self._judge_results(before): return False
+    if not self._is_judged(passes, self.outcome is not None) and not self._judge_results(before): return False
     if self.unusable: self.batches.put_back()
     return True
 
@@ -351,6 +347,9 @@ class StepScaler(DynamicScaler):
     ):
         super().__init__('cpu', **kwargs)
         self.owner = owner
+    def enable(self, on): # Scale anything? Not where nothing computes in half precision
+        "Begin to scale, or end it"
+        self._enabled = on
     def scale(self, outputs): # A tensor, or several
         "Multiply `outputs`, and the gradients so far, by the loss scale"
         step = self.owner.step
