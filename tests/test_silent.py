@@ -238,3 +238,62 @@ def test_warned_of_and_not_healed():
 
 def test_raised():
     with pytest.raises(FloatingPointError, match='in steps of 1'): fit(learner(*wrong['centered']).to_fp16_dynamic(on_spiral='raise'), 1)
+
+# %% what goes to the next batch
+class Averages(nn.Module):
+    "Keeps the moving average of a level, which nothing in training depends on; or its last value, as a log does"
+    def __init__(self, level=900., keep=0.99):
+        super().__init__()
+        self.inp,self.net,self.level,self.keep = nn.Linear(8, 8),mlp(8),level,keep
+        self.register_buffer('mean', torch.full((8,), level))
+    def forward(self, x):
+        h = self.inp(x)
+        with torch.no_grad():
+            now = (h+self.level).mean(0)
+            if self.training: self.mean = self.keep*self.mean+(1-self.keep)*now
+        return self.net(h)
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+@both
+def test_what_goes_to_the_next_batch_is_compared(to, dtype):
+    "An average that rounding keeps where it is, while predictions are right: how it changes is fp32's from the first batch on"
+    fp32,learn = fit(learner(xs, product, Averages), 1),fit(getattr(learner(xs, product, Averages), to)(), 1)
+    mp = learn.mixed_precision
+    assert mp.history.reruns.astype(bool).tolist()==[True]+[False]*5 and mp.promoted and 'The change of `mean`' in mp.reports[0].sentence
+    assert deviation(learn.model.mean[None]-900, fp32.model.mean[None]-900)<0.1
+
+@both
+def test_what_a_module_only_notes_is_no_fault(to, dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        mp = fit(getattr(learner(xs, product, lambda: Averages(keep=0.)), to)(), 2).mixed_precision
+    assert not mp.promoted and not mp.reports
+
+# %% what does not come again
+def flaky(*at):
+    "A layer that is NaN in half precision, at these of its calls"
+    calls = []
+    class Flaky(nn.Linear):
+        def forward(self, x):
+            h = super().forward(x)
+            if h.dtype!=torch.float32: calls.append(1)
+            return h*float('nan') if h.dtype!=torch.float32 and len(calls) in at else h
+    return nn.Sequential(nn.Linear(8, 8), Flaky(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+@both
+def test_what_does_not_come_again_is_told_once_and_changes_nothing(to, dtype):
+    with pytest.warns(UserWarning, match='not when it ran again unchanged') as told:
+        learn = fit(getattr(learner(xs, product, lambda: flaky(1, 6)), to)(), 1)
+    mp,fp32 = learn.mixed_precision,fit(learner(xs, product, flaky), 1)
+    assert len(told)==1 and not mp.promoted and not mp.reports and mp.n_skipped==0 and mp.n_rerun==2
+    assert deviation(predictions(learn), predictions(fp32))<0.1 and mp.scaler.get_scale()==(2**16 if dtype==torch.float16 else 1)
+
+# %% odd gradients
+class Steep(nn.Module):
+    "Where two layers give the same number in half precision, the derivative is huge; else it is 0"
+    def __init__(self, by=3e5):
+        super().__init__()
+        self.a,self.b,self.out,self.by = nn.Linear(8, 8),nn.Linear(8, 8),nn.Linear(16, 1),by
+    def forward(self, x):
+        h = self.a(x)
+        return self.out(torch.cat([h, (self.b(h)*self.by).tanh()], 1))
