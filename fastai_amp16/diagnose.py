@@ -15,7 +15,7 @@ from .precision import names_of
 from .report import PrecisionReport,in_words,keep_code,listed
 from .ranks import RankFailed
 from .record import loss_name
-from .step import Next
+from .step import Next,are_too_large
 from .compare import deviation
 from .case import Case,faults,has_code
 from .remedy import Reason,heal,likeness
@@ -214,6 +214,8 @@ def _explained(case, why, plain):
         if frame and faults(r.half): text += " The code after it turns them into finite numbers, so nothing else shows the fault."
         off = case.lost(plain)
         if off: text += f" The change of {in_words([*off])}, which goes to the next batch, is {max(off.values()):.0%} off fp32's."
+        elif not plain.finite: text += " Gradients are far larger than fp32's."
+        elif are_too_large(plain.norm, case.fp32.norm): text += f" Gradients are {plain.norm/case.fp32.norm:.3g} times as large as fp32's."
         else: text += f" Predictions differ from fp32's by {deviation(plain.pred, case.fp32.pred):.0%}."
     return PrecisionReport(phase, re.sub('^the ', 'The ', text.strip()), producer=_producer(frame) if frame else '', op=frame and frame.op)
 
