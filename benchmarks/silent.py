@@ -368,7 +368,8 @@ def claim(rows):
     ns = {k: len(right(lost, k)) for k in contenders}
     alarms = {k: [f"`{r['name']}`" for r in fine if r[k]['told'] or r[k]['promoted']] for k in ('fp16','bf16')}
     res = (f"Of {len(lost)} trainings that half precision makes wrong without an infinity, {ns['fp16']} end as in fp32 with "
-           f"`to_fp16_dynamic`, and {ns['bf16']} with `to_bf16_dynamic`; fastai's `to_fp16` {ns['fastai_fp16']}, and its `to_bf16` {ns['fastai_bf16']}. "
+           f"`to_fp16_dynamic`, and {ns['bf16']} with `to_bf16_dynamic`; {ns['fastai_fp16']} with fastai's `to_fp16`, and "
+           f"{ns['fastai_bf16']} with its `to_bf16`. "
            f"Of {len(fine)} healthy or chaotic ones, nothing is said of {len(fine)-len(alarms['fp16'])} in fp16")
     res += f" and of {len(fine)-len(alarms['bf16'])} in bf16"
     return res+''.join(f'; {k} promotes layers of {", ".join(os)}' for k,os in alarms.items() if os)

@@ -87,7 +87,7 @@ def _run(case, rec, loss_func, plan):
         rec.on,rec.pred,loss = False,cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
         results = loss if len(learn.yb) and loss is not None else rec.pred
         batches.gradients.end_backward()
-        rec.spoils = math.isnan(batches.model_state.verdict('cpu'))
+        rec.infinite = math.isnan(batches.model_state.verdict('cpu'))
         rec.read(results, batches.gradients.params.values() if learn.training else [], batches.model_state.carried())
 
 def _record(case, modules, plan=None, scale=1., **kwargs):

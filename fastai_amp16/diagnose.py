@@ -370,7 +370,7 @@ def diagnose_step(
     verdict = _verdict(reports, failed, named)
     # what is not raised twice in a row is not half precision's fault: code that counts its calls may raise by itself
     if raised and named and not case.ranks.some(all([case.run().error for _ in range(2)])): verdict,named = Verdict.fine,[]
-    if verdict is Verdict.fine and not silent and not case.ranks.some(case.fp32.spoils): verdict = Verdict.gone
+    if verdict is Verdict.fine and not silent and not case.ranks.some(case.fp32.infinite): verdict = Verdict.gone
     return Diagnosis(verdict, named, list(dict.fromkeys(filter(None, why))), error, silent)
 
 # %% ../nbs/14_diagnose.ipynb #367dc7de

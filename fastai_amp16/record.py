@@ -142,7 +142,7 @@ class Recording(TorchFunctionMode):
         self.handles = [] # of hooks on modules and on tensors, parameters included
         self.without_graph,self.again = set(),0 # modules that ran without a graph in a checkpoint; how many of them are running again
         self.error,self.open,self.on,self.pred,self.carried,self.finite = None,None,False,None,Counter(),True # finite so far
-        self.spoils = False # does the run leave something in modules that is not finite?
+        self.infinite = False # are predictions infinite, or what the run leaves in modules?
 
     def __reduce__(self): return Recording, (nn.Identity(),) # a copied module is not recorded, and a hook that is off does no harm
 
@@ -285,6 +285,7 @@ def read(self:Recording,
     ends = [*tensors(results), *([get_total_norm(grads)] if grads else ())]
     at = [(s,k) for s in {*self.seen.values()} for k in ('value','grad') if getattr(s, k) is not None]
     self.left = sampled(carried)
+    self.infinite = self.infinite or any(m.nonfinite for m in _read([*map(_measure, tensors(self.pred))]))
     measures = _read([*(getattr(*o) for o in at), *map(_measure, (*ends, *(t for _,t in carried)))])
     for o,m in zip(at, measures): setattr(*o, m)
     for (n,_),m in zip(carried, measures[len(at)+len(ends):]): self.carried[n] += m.nonfinite
