@@ -2,7 +2,7 @@
 import json,re,statistics,textwrap
 from pathlib import Path
 import accumulation,bf16_cpu,compatibility,compiled,convergence,cuda_dispatch,diagnosis,doctor,fp16_cpu,gpu,libraries,memory
-import published,scale_policy,short_fits,step_cost
+import published,scale_policy,short_fits,silent,step_cost
 
 here = Path(__file__).parent
 gpu_results = here/'gpu.json'
@@ -14,6 +14,7 @@ contents = {
         'short_fits': ('Do short fits end where fp32 ends?', ['Short fits']),
         'convergence': ('Do whole trainings end where fp32 ends?', ['Whole trainings']),
         'published': ('What happens to published failures in fp16? (needs transformers and timm)', ['Published failures']),
+        'silent': ('Is half precision noticed where it is finite but wrong?', ['Finite but wrong']),
         'scale_policy': ('Which policy moves the loss scale best? (`--record` records new gradients)', ['Policies for the loss scale'])},
     'Speed': {
         'step_cost': ('How long does a step take?', ['Time per step']),
@@ -149,6 +150,21 @@ Where the rebuilt failure differs from the report:
 [published.py](published.py) has the details of each.
 
 {published.table(res)}"""
+
+def _silent():
+    res = read('silent')
+    fine = [r['what'] for r in res['rows'] if r['kind']=='healthy']
+    return f"""### Finite but wrong
+
+{silent.claim(res['rows'])}.
+
+The trainings are small, and end with an accuracy or R² (bold: more than {silent.near} below fp32's; -9.999 stands for anything below).
+"kept in fp32" is what was found, by its name in the model; a name that ends with a dot stands for a module's own code. The last column
+counts the modules with weights that still compute in half precision. {res['machine']}, fastai {res['fastai']}.
+
+{silent.table(res['rows'])}
+
+The healthy or chaotic ones, of which nothing should be said: {'; '.join(fine)}."""
 
 def _policies():
     res = read('scale_policy')
@@ -360,8 +376,9 @@ def _looks():
 A fit that can run batches again takes {res['fit_with_over_without']:.3f} times as long as one with `rerun=False`, if no batch has to run
 again.
 
-In the 16th step and every 256th after it, the model also runs in fp32, to see whether it predicts the same. Such a comparison adds {look}
-steps, which are part of the time above. A full report, with a row for each module (`learn.diagnose_fp16()`), takes {report} steps.
+In the 1st, 16th, 48th, 112th step and so on, with gaps that double up to 256, and in the first batch of a validation, the model also runs
+in fp32, to see whether it predicts the same. Such a comparison adds {look} steps, which are part of the time above. A full report, with a
+row for each module (`learn.diagnose_fp16()`), takes {report} steps.
 
 The model has {res['depth']} linear layers of width {res['width']}. A fit has {res['steps']} steps of {res['ms_per_step']:.1f} ms at batch
 size {res['bs']}. {res['machine']}, {res['rounds']} rounds."""
@@ -476,7 +493,7 @@ names restored. {res['machine']}, fastai {res['fastai']}, {versions}.
 
 {libraries.failing(res)}""".rstrip()
 
-sections = (_intro, _group('Accuracy'), _short, _ends, _published, _policies,
+sections = (_intro, _group('Accuracy'), _short, _ends, _published, _silent, _policies,
             _group('Speed'), _steps, _compiled, _dispatch, _growth, _gpu, _bf16, _fp16,
             _group('Memory'), _memory, _accumulated,
             _group('Diagnosis and healing'), _looks, _healing, _diagnosis_memory, _doctor,

@@ -7,14 +7,14 @@ __all__ = ['faults', 'has_code', 'Case']
 
 # %% ../nbs/12_case.ipynb #66cb52b5
 import itertools,math
-from contextlib import nullcontext
+from contextlib import nullcontext,suppress
 from dataclasses import dataclass,replace
 from fastai.basics import *
-from .compare import are_wrong,deviation,rounded,wrong
+from .compare import are_wrong,deviation,lost,rounded,wrong
 from .entry import eager
 from .nested import cast_floats
 from .precision import PrecisionPlan,as_list,own_forward
-from .record import Recording,loss_name
+from .record import Recording,loss_name,sampled
 from .rerun import Left,not_faults
 from .step import Next,Step,are_too_large
 
@@ -87,6 +87,7 @@ def _run(case, rec, loss_func, plan):
         rec.on,rec.pred,loss = False,cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
         results = loss if len(learn.yb) and loss is not None else rec.pred
         batches.gradients.end_backward()
+        rec.infinite = math.isnan(batches.model_state.verdict('cpu'))
         rec.read(results, batches.gradients.params.values() if learn.training else [], batches.model_state.carried())
 
 def _record(case, modules, plan=None, scale=1., **kwargs):
@@ -128,7 +129,7 @@ class Case:
     silent:bool = False # Are wrong predictions a fault even if everything is finite?
     tell:object = noop # Function to call before each run
     fp32 = half = None # The runs of `diagnose` in fp32 and in half precision
-    controls = () # The runs in fp32 with rounded outputs, and with centred ones
+    controls = () # The runs in fp32 with rounded outputs, with centred ones, and of each batch twice
 
     def __post_init__(self):
         self.keep,self.batches,self.ranks = as_list(self.keep_fp32),self.step.batches,self.step.ranks
@@ -193,17 +194,30 @@ class Case:
     def is_wrong(self,
         run:Recording # A run in any precision
     ) -> bool:
-        "Are the predictions far from those in fp32, or the gradients far larger?"
+        "Are predictions, or what goes to the next batch, far from those in fp32, or the gradients far larger?"
         if self.backward and are_too_large(run.norm, self.fp32.norm): return True
-        return are_wrong(self.learn, run.pred, self.fp32.pred, [o.pred for o in self.controls])
+        return are_wrong(self.learn, run, self.fp32, self.controls) or bool(self.lost(run))
+
+    @functools.cached_property
+    def before(self) -> dict:
+        "What modules carry to the batches, which are not running now"
+        return sampled(self.batches.model_state.carried())
+
+    def lost(self,
+        run:Recording # A run in any precision
+    ) -> dict: # How far off the changes are, by name
+        "Find what goes to the next batch and is far from fp32's"
+        return lost(run, self.fp32, self.before, self.controls)
 
     def make_controls(self):
         "Run the batches in fp32 with rounded outputs, for `is_wrong`; all ranks must call this"
-        def control(centred):
-            def f(): # since hooks that were set before are removed when a run begins
-                with rounded(self.plan(), centred): self.f()
-            return replace(self, backward=False, f=f).run_fp32(not centred, reference=self.fp32)
-        self.controls = control(False),control(True)
+        def in_rounded(centred): # since hooks that were set before are removed when a run begins
+            with rounded(self.plan(), centred): self.f()
+        def twice():
+            with suppress(Left): self.f()
+            self.f()
+        def control(f, modules=False): return replace(self, backward=False, f=f).run_fp32(modules, reference=self.fp32)
+        self.controls = control(partial(in_rounded, False), True),control(partial(in_rounded, True)),control(twice)
 
     def spoilt(self,
         half:Recording # A run in half precision

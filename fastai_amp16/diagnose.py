@@ -15,7 +15,7 @@ from .precision import names_of
 from .report import PrecisionReport,in_words,keep_code,listed
 from .ranks import RankFailed
 from .record import loss_name
-from .step import Next
+from .step import Next,are_too_large
 from .compare import deviation
 from .case import Case,faults,has_code
 from .remedy import Reason,heal,likeness
@@ -212,7 +212,11 @@ def _explained(case, why, plain):
     if spoilt: text += f" The loss is finite, but {listed(spoilt)} {'are' if len(spoilt)>1 else 'is'} not, and that goes to the next batch."
     elif case.silent:
         if frame and faults(r.half): text += " The code after it turns them into finite numbers, so nothing else shows the fault."
-        text += f" Predictions differ from fp32's by {deviation(plain.pred, case.fp32.pred):.0%}."
+        off = case.lost(plain)
+        if off: text += f" The change of {in_words([*off])}, which goes to the next batch, is {max(off.values()):.0%} off fp32's."
+        elif not plain.finite: text += " Gradients are far larger than fp32's."
+        elif are_too_large(plain.norm, case.fp32.norm): text += f" Gradients are {plain.norm/case.fp32.norm:.3g} times as large as fp32's."
+        else: text += f" Predictions differ from fp32's by {deviation(plain.pred, case.fp32.pred):.0%}."
     return PrecisionReport(phase, re.sub('^the ', 'The ', text.strip()), producer=_producer(frame) if frame else '', op=frame and frame.op)
 
 # %% ../nbs/14_diagnose.ipynb #f52a50a2
@@ -298,7 +302,8 @@ class Verdict(Enum):
     scale = 'a lower loss scale fits'
     unhealed = 'half precision cannot hold the batch, and nothing that was tried helps'
     lost = 'fp32 cannot use the batch either'
-    fine = 'nothing is at fault: an infinity is intended, or what was raised is not raised again'
+    fine = 'nothing is at fault: an infinity is intended'
+    gone = 'half precision can hold the batch when it runs again unchanged'
     unknown = 'the diagnosis failed'
     no_fp32 = 'the diagnosis failed, since the batch cannot run in fp32'
     raises = 'the batch raises in fp32 as well'
@@ -365,6 +370,7 @@ def diagnose_step(
     verdict = _verdict(reports, failed, named)
     # what is not raised twice in a row is not half precision's fault: code that counts its calls may raise by itself
     if raised and named and not case.ranks.some(all([case.run().error for _ in range(2)])): verdict,named = Verdict.fine,[]
+    if verdict is Verdict.fine and not silent and not case.ranks.some(case.fp32.infinite): verdict = Verdict.gone
     return Diagnosis(verdict, named, list(dict.fromkeys(filter(None, why))), error, silent)
 
 # %% ../nbs/14_diagnose.ipynb #367dc7de
@@ -377,7 +383,7 @@ def after(
     training:bool=True # Is the batch one of training?
 ) -> tuple: # A `Next`, or `None` to raise the exception; and whether it is known that no precision can use the batch
     "Decide what to do after a diagnosis"
-    heals,is_known = on_spiral=='heal',verdict is not Verdict.fine or again
+    heals,is_known = on_spiral=='heal',verdict not in (Verdict.fine,Verdict.gone) or again
     if verdict is Verdict.raises: return None,False
     if verdict is Verdict.scale or verdict is Verdict.healed and heals: return Next.again,False
     if verdict is Verdict.lost: return (None,False) if raised else (Next.reference,True)

@@ -12,7 +12,7 @@ from .report import in_words,keep_code
 from .step import Next
 from .case import Case
 from .diagnose import Verdict,after,diagnose_step
-from .messages import failed_diagnosis,showing
+from .messages import failed_diagnosis,not_again,showing
 
 # %% ../nbs/17b_healing.ipynb #b4ca1fc3
 def case_of(
@@ -54,10 +54,12 @@ def _promote(mp, d):
     mp.step.search_anew()
     for r in d.reports:
         r.done = f"The batch runs again, with {in_words(r.promoted)} in fp32 from now on."
+        if d.silent and mp.learn._fitting and not mp.training: r.done += " Training so far may have had the same error."
         r.remedy = f"To start that way: {keep_code(names_of(mp.plan.model, mp.keeps(mp.plan.model)), mp.dtype)}."
 
 def _tell(mp, d, named, what):
     "Warn of what was found and done, or raise `FloatingPointError` with `on_spiral='raise'`"
+    if d.verdict is Verdict.gone and what is Next.again: mp.say_once(not_again.format(mp.amp_mode.value))
     for o in d.failures: mp.say_once(failed_diagnosis(mp.amp_mode.value, o, what is Next.fp32))
     if named and mp.on_spiral=='raise': raise FloatingPointError('\n\n'.join(map(str, named))) from mp.step.error
     for r in named:

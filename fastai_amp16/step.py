@@ -55,11 +55,11 @@ def next_scale(
     return None if new in fails else new # a scale that both fits and fails
 
 # %% ../nbs/09_step.ipynb #5a1ff94e
-_far,_times = 16,4 # gradients so many times as large as before are asked about; so many times as large as fp32's are wrong
+_far,_times = 16,4 # a scale that falls this far is looked into; gradients so many times as large as before, or as fp32's
 
 def are_too_large(
     norm:float, # Of the gradients in half precision
-    reference:float # Of those in fp32
+    reference:float # Of those in fp32, or the largest of the steps before
 ) -> bool:
     "Are gradients so much larger than fp32's that half precision has made them wrong?"
     return norm>_times*reference
@@ -171,7 +171,8 @@ class Step:
     def is_odd(self) -> bool:
         "Are the gradients far larger than those of the steps before, and is not known yet whether half precision has made them so?"
         fell = self.settled and self.fails and self.scale<self.fails[0]/_far
-        return self.odd is None and self.can_heal and self.can_rerun and self.norm is not None and bool(fell or self.norm>_far*self.usual)
+        is_large = self.norm is not None and (fell or are_too_large(self.norm, self.usual))
+        return self.odd is None and self.can_heal and self.can_rerun and bool(is_large)
 
     def decide(self,
         outcome:Outcome=None # What came of the attempt, if not `self.outcome`

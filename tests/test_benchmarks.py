@@ -3,7 +3,7 @@ import importlib.util,json,math
 from unittest.mock import patch
 import pytest,torch
 import accumulation,bf16_cpu,compatibility,compiled,cuda_dispatch,diagnosis,doctor,fp16_cpu,libraries,memory,published
-import scale_policy,scaling,short_fits,step_cost,timing
+import scale_policy,scaling,short_fits,silent,step_cost,timing
 from fastai.basics import DataLoaders,Learner
 from torch._dynamo.utils import counters
 from fastai_amp16.all import DynamicScaler
@@ -189,6 +189,23 @@ def test_the_doctor_is_said_to_be_wrong_where_it_is():
     assert doctor.alarms(res).startswith('False alarms: `a` (g). ') and doctor.alarms(res).endswith('without a warning: `c` (g).')
     assert 'about 1 of 2 models' in doctor.claim(res) and 'about 1 of 2 healthy' in doctor.claim(res)
     assert '| healthy | g | 2 | 0 | 1 | 1 | 0 |' in doctor.table(res)
+
+@pytest.mark.filterwarnings('ignore')
+def test_silent(tmp_path):
+    "Two programs that half precision makes wrong, one of which no fit trains, and a healthy one"
+    silent.main(f'--only years validate lr_0 --out {tmp_path}/x.json'.split())
+    rows = read(tmp_path/'x.json')['rows']
+    assert [(r['kind'],r['name']) for r in rows]==[('wrong','years'),('wrong','validate'),('healthy','lr_0')]
+    years,validate,lr_0 = rows
+    assert years['fp32']['score']>0.9 and max(years[f'fastai_{k}']['score'] for k in ('fp16','bf16'))<0.5
+    assert all(years[k]['promoted']==['angles'] and len(years[k]['told'])==1 for k in ('fp16','bf16'))
+    assert validate['fp16']['promoted']==['.']
+    assert silent.right(rows, 'fp16')==rows and silent.right(rows[:1], 'fastai_fp16')==[] and not lr_0['fp16']['told']
+    table = silent.table(rows)
+    assert table.count('\n')==3 and '| **-0.0' in table and '| `angles` | `angles` |' in table
+    assert 'Of 2 trainings' in silent.claim(rows) and 'nothing is said of 1 in fp16 and of 1 in bf16' in silent.claim(rows)
+    lr_0['bf16']['promoted'] = ['0']
+    assert silent.claim(rows).endswith('of 0 in bf16; bf16 promotes layers of `lr_0`')
 
 # %% the policies
 def test_replay():

@@ -502,13 +502,13 @@ def test_an_exception_that_fp32_raises_as_well_is_the_same():
 def test_an_exception_that_does_not_come_again_is_not_laid_to_half_precision():
     "One that comes by chance, or with the number of the call"
     d = diagnose_step(case(between(Do(times_and_back))), error := RuntimeError('once'))
-    assert (d.verdict,d.reports)==(Verdict.fine,[]) and d.error is error
+    assert (d.verdict,d.reports)==(Verdict.gone,[]) and d.error is error
 
 @pytest.mark.parametrize('make,verdict', [(mid(times_and_back), Verdict.healed), (verdicts['scale'][0], Verdict.scale),
-                                          (verdicts['inputs'][0], Verdict.lost), (healthy, Verdict.fine)])
+                                          (verdicts['inputs'][0], Verdict.lost), (healthy, Verdict.gone)])
 def test_the_verdict_on_a_step(make, verdict):
     d = diagnose_step(make())
-    assert d.verdict is verdict and len(d.reports)==(verdict is not Verdict.fine) and not d.failures
+    assert d.verdict is verdict and len(d.reports)==(verdict is not Verdict.gone) and not d.failures
     assert d.kept==(['1'] if verdict is Verdict.healed else [])
     assert d.scale is None or d.scale<2**16 or verdict is Verdict.healed
     assert (d.scale is not None)==(verdict in (Verdict.healed,Verdict.scale))
@@ -516,8 +516,8 @@ def test_the_verdict_on_a_step(make, verdict):
 # verdict: what follows with 'heal', with 'heal' if an exception was raised, with 'warn', and with 'warn' after an exception; a star: it is
 # known that no precision can use the batch
 table = dict(healed='again again again* raise', scale='again again again again', unhealed='fp32 fp32 again* raise',
-             lost='reference* raise reference* raise', fine='again raise again raise', unknown='fp32 fp32 again* raise',
-             no_fp32='again* raise again* raise', raises='raise raise raise raise')
+             lost='reference* raise reference* raise', **dict.fromkeys(('fine','gone'), 'again raise again raise'),
+             unknown='fp32 fp32 again* raise', no_fp32='again* raise again* raise', raises='raise raise raise raise')
 
 @pytest.mark.parametrize('name', table)
 def test_what_follows_a_diagnosis(name):
@@ -534,7 +534,7 @@ def test_what_follows_a_diagnosis_otherwise():
     assert len(table)==len(Verdict)
     assert after(Verdict.fine, again=True)==(Next.fp32,False) and after(Verdict.fine, 'warn', again=True)==(Next.again,True)
     assert after(Verdict.fine, training=False)==(Next.again,True)
-    for verdict in (Verdict.unhealed,Verdict.fine,Verdict.unknown): assert after(verdict, silent=True)==(Next.again,False)
+    for verdict in (Verdict.unhealed,Verdict.fine,Verdict.gone,Verdict.unknown): assert after(verdict, silent=True)==(Next.again,False)
     assert after(Verdict.lost, silent=True)==(Next.reference,True)
 
 class Within(nn.Sequential):

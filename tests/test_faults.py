@@ -424,7 +424,9 @@ def test_meant_infinities_are_no_forward_overflow():
             self.lin = nn.Linear(8,4)
         def forward(self, x): return self.lin(x).masked_fill(torch.tensor([False,True,False,False]), -math.inf),torch.tensor(math.inf)
     def loss(p, t): return nn.functional.cross_entropy(p[0], torch.zeros(len(p[0]), dtype=torch.long))*1e2
-    learn = fit(learner(Masked(), loss_func=loss).to_fp16_dynamic(), 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        learn = fit(learner(Masked(), loss_func=loss).to_fp16_dynamic(), 3)
     mp = learn.mixed_precision
     assert mp.n_skipped==0 and mp.scaler.get_scale()<2**16 and mp.history.reruns[0]>0 and not mp.promoted
 
