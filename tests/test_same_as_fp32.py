@@ -300,17 +300,17 @@ for cls in (Penalised,TwoLosses,Own,Weighted):
 
 # callbacks that remember
 class Holds(Callback):
-    "Containers, in events that a batch may repeat, and iterators, in one that it does not: an iterator never goes back"
+    "Containers and iterators, in events that a batch may repeat; an iterator that draws draws for itself only"
     order = 20
     def __init__(self):
         self.count,self.cycle,self.noise = itertools.count(),itertools.cycle('abc'),self.draws()
         self.seen,self.stats,self.rows = [],{'train':{'loss':[], 'deep':[[]]}},{i: [] for i in range(192)}
     def draws(self):
         while True: yield random.random(),torch.rand(()).item(),np.random.rand()
-    def before_batch(self): self.seen.append((next(self.count), next(self.cycle), next(self.noise)))
+    def after_pred(self): self.seen.append((next(self.count), next(self.cycle), next(self.noise)))
     def after_loss(self):
         self.stats['train']['loss'].append(self.iter)
-        self.stats['train']['deep'][0].append(self.iter)
+        self.stats['train']['deep'][0].append(next(self.count))
         for o in self.rows.values(): o.append(self.iter)
     def after_fit(self):
         self.learn.more = [self.seen, self.stats, self.rows, [type(o).__name__ for o in (self.count, self.cycle, self.noise)]]
