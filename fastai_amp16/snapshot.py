@@ -122,7 +122,8 @@ class _Attributes:
         "Put the iterators themselves back in their places, after what they would give again"
         for d,k in self.places if self.size else ():
             it = d.get(k)
-            if type(it) is _Again and it.owner is self: d[k] = chain([o for o,_ in it.given[it.at:]], it.it) if it.at<len(it.given) else it.it
+            if type(it) is not _Again or it.owner is not self: continue
+            d[k] = chain([o for o,_ in it.given[it.at:]], it.it) if it.at<len(it.given) else it.it
 
 
 # %% ../nbs/07_snapshot.ipynb #52ffa5ff
