@@ -358,7 +358,7 @@ class DynamicMixedPrecision(MixedPrecision):
             raise
         finally:
             step = self.step
-            entry.end_batch()
+            if step: step.batches.end()
             if step: self.log.fruitless,step.fruitless = self.log.fruitless+step.fruitless,0
             if not training: self.step = outer
             elif step and self.learn is not None: self.end_batch(goes_on, cancelled)

@@ -298,7 +298,7 @@ class PrecisionPlan:
         before = torch.is_autocast_enabled('cuda')
         torch.set_autocast_enabled('cuda', before or self.has_half)
         try:
-            with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.has_half): yield
+            with torch.autocast(self.device_type, dtype=self.dtype): yield
         finally: torch.set_autocast_enabled('cuda', before)
 
     @contextmanager

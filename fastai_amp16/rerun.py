@@ -97,8 +97,8 @@ class ScaledBackward(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not Tensor.backward: return func(*args, **(kwargs or {}))
         loss,*args = args
-        if self.scale!=1 and self.gradients.scale==1: loss = self.gradients.scaled(loss, self.scale) # else that of a scaler is scaled
-        try: return func(loss, *args, **{**self.more, **(kwargs or {})})
+        if self.scale!=1: loss = self.gradients.scaled(loss, self.scale)
+        try: return func(loss, *args, **{**(kwargs or {}), **self.more})
         finally: self.gradients.rescale(1.)
 
 class Left(BaseException):
@@ -133,6 +133,10 @@ class Batches:
         self.inputs.append((self.learn.xb,self.learn.yb))
         self.changed.append(self.model_state.written_since(self.attributes))
         self.at,self.passes = len(self.notes)-1,self.entry.passes # forward passes before this batch
+
+    def end(self):
+        "Note that the current batch is over"
+        for o in (self.entry.end_batch,self.model_state.end,self.learner_state.end): o()
 
     def wait(self):
         "Note that the current batch is done, and that its gradients wait for those of other batches"

@@ -10,6 +10,8 @@ __all__ = ['ModelState', 'random_states', 'LearnerState', 'all_noted', 'unchange
 import ctypes,operator,random
 from collections import deque
 from contextlib import suppress
+from io import IOBase
+from itertools import chain
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.parameter import is_lazy
@@ -70,6 +72,20 @@ class _Tensors:
         for t,mark,c,_ in large:
             if _mark(t)!=mark: _write(t, c)
 
+@functools.cache
+def _is_iterator(cls): return hasattr(cls, '__next__') and not issubclass(cls, IOBase)
+
+class _Again:
+    "In the place of an iterator in a batch: gives the same items when that runs again, with the random numbers drawn for them"
+    def __init__(self, it, owner): self.it,self.owner,self.given,self.at = it,owner,[],0
+    def __iter__(self): return self
+    def __next__(self):
+        if self.at==len(self.given): self.given.append((next(self.it),random_states()))
+        item,states = self.given[self.at]
+        self.at += 1
+        for restore,state in states: restore(state)
+        return item
+
 class _Attributes:
     "The attributes of some objects, with what is in them; `but` are names of others"
     def __init__(self, dicts, but, records=False):
@@ -87,6 +103,10 @@ class _Attributes:
     def note(self, more=()):
         "Note them, and tensors in `more`; returns a function that restores them, and removes new attributes"
         notes,values,places = Notes(self.records),self.values(),self.places
+        its = [i for i,v in enumerate(values) if _is_iterator(type(v))] if any(map(_is_iterator, {*map(type, values)})) else []
+        for i in its:
+            if type(values[i]) is not _Again: places[i][0][places[i][1]] = values[i] = _Again(values[i], self)
+        its = [(values[i],values[i].at) for i in its]
         values = notes.values(values)
         notes.back.append(self.tensors.note([*notes.tensors, *more]))
         def put_back():
@@ -94,8 +114,17 @@ class _Attributes:
             for d in self.dicts:
                 for k in [k for k in d if k not in self.but and (id(d),k) not in kept]: del d[k]
             for (d,k),v in zip(places, values): d[k] = v
+            for it,at in its: it.at = at
             for f in notes.back: f()
         return put_back
+
+    def end(self):
+        "Put the iterators themselves back in their places, after what they would give again"
+        for d,k in self.places if self.size else ():
+            it = d.get(k)
+            if type(it) is not _Again or it.owner is not self: continue
+            d[k] = chain([o for o,_ in it.given[it.at:]], it.it) if it.at<len(it.given) else it.it
+
 
 # %% ../nbs/07_snapshot.ipynb #52ffa5ff
 _torchs = {*vars(nn.Module()), 'forward', compiled_call, '__reduce_ex__'} # attributes of torch, and those of stand-ins
@@ -182,6 +211,10 @@ class ModelState:
                 if p.requires_grad!=on: p.requires_grad_(on)
         return put_back
 
+    def end(self):
+        "Nothing is put back any more"
+        for o in (self.norms,self.rest): o.end()
+
     def attributes(self) -> list: # Of a dict, a key, a value and its mark
         "The attributes of modules and loss function, without tensors that have a graph, which they would keep alive"
         return [(d,k,v,_mark(v)) for v,(d,k) in zip(self.rest.values(), self.rest.places)
@@ -263,8 +296,12 @@ class LearnerState:
         learn:Learner, # In a fit or a validation
         more:list=() # Dicts with the attributes of other objects
     ):
-        self.learn,self.more,self.cbs = learn,more,None # callbacks may come and go
+        self.learn,self.more,self.cbs,self.attrs = learn,more,None,None # callbacks may come and go
         self.inputs,self.writes = None,False # those of the last batch; has a batch written to its inputs?
+
+    def end(self):
+        "Nothing is put back any more"
+        if self.attrs: self.attrs.end()
 
     def _note_inputs(self):
         "Inputs and targets with their marks, and copies if a batch has written to them"
@@ -306,9 +343,10 @@ def all_noted(
 ): # A function without arguments, which may be called more than once
     "Note everything that batches of `learn` may change, gradients included; the function restores it"
     modules,others = ModelState(unwrap(learn.model), learn.loss_func, learn),[*map(vars, (*learn.cbs, *_loader_parts(dl)))]
-    back,grads = [modules.note(with_frozen=True),LearnerState(learn, others).note()[0]],[(p,p.grad) for p in modules.params]
+    state,grads = LearnerState(learn, others),[(p,p.grad) for p in modules.params]
+    back = [modules.note(with_frozen=True),state.note()[0],modules.end,state.end]
     dicts,keys = (vars(learn), *others, *(d for _,d in modules.named)),{*vars(learn)}
-    exact = [(d,{k: v for k,v in d.items() if k not in _torchs}) for d in dicts] # tensors with a graph, too
+    exact = [(d,{k: v for k,v in d.items() if k not in _torchs and not _is_iterator(type(v))}) for d in dicts] # tensors with a graph, too
     def put_back():
         for f in back: f()
         for d,before in exact: d.update(before)

@@ -3,8 +3,8 @@ import copy,math,pickle,random,sys,warnings
 from collections import Counter
 import fastai.basics
 import pytest,torch
-from fastai.basics import (Callback,CancelBackwardException,CancelBatchException,CancelEpochException,CancelFitException,
-                           CancelTrainException,Learner,SGD,nn,partial,set_seed)
+from fastai.basics import (Callback,CancelBackwardException,CancelBatchException,CancelFitException,
+                           Learner,SGD,nn,partial)
 from fastai.callback.all import GradientAccumulation,TerminateOnNaNCallback
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.all import FusedAdam,half_forward
