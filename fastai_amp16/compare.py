@@ -73,16 +73,14 @@ _matters = 0.01 # a smaller deviation, of the loss or of predictions, does not m
 
 @contextmanager
 def rounded(
-    plan:PrecisionPlan, # Says which layers compute in half precision
-    centred:bool=False # Round only how outputs differ from their mean over the batch, and nothing to 0?
+    plan:PrecisionPlan # Says which layers compute in half precision
 ):
-    "A context in which outputs of layers that would compute in half precision are rounded to it"
+    "A context in which outputs of layers that would compute in half precision are rounded to it, as far as they differ from their mean"
     def rounds(t):
         if not t.is_floating_point(): return t
-        level = t.mean(0, keepdim=True) if centred and t.dim()>1 and len(t)>1 else 0
+        level = t.mean(0, keepdim=True) if t.dim()>1 and len(t)>1 else 0
         mantissa,exponent = torch.frexp(t-level)
-        res = torch.ldexp((mantissa*steps).round()/steps, exponent)+level
-        return res if centred else res.to(plan.dtype).to(t.dtype)
+        return torch.ldexp((mantissa*steps).round()/steps, exponent)+level
     steps = 0.25/torch.finfo(plan.dtype).eps # three bits less than half precision has
     def is_half(m): return isinstance(m, _half_layers) or not isinstance(m, nn.Embedding) and any(True for _ in m.parameters(recurse=False))
     ms = [m for m in plan.model.modules() if m not in plan.in_fp32 and is_half(m) and not isinstance(m, torch.jit.ScriptModule)]
@@ -111,22 +109,22 @@ def lost(
     for n,ts in reference.left.items():
         def off(o, ts=ts, n=n): return deviation(_change(o.left.get(n, []), before.get(n, [])), _change(ts, before.get(n, [])))
         if off(run)<=wrong: continue
-        if not controls or off(run)>_times*off(controls[0]) and off(controls[2])>wrong: res[n] = off(run)
+        if not controls or off(run)>_times*off(controls[0]) and off(controls[1])>wrong: res[n] = off(run)
     return res
 
 def are_wrong(
     learn:Learner, # With a loss function, and a batch with targets
     run:Run, # In half precision
     reference:Run, # In fp32
-    controls:tuple=None # In fp32: with rounded outputs, with centred ones, and the same batch twice; `None` if these are not known yet
+    controls:tuple=None # In fp32: with rounded outputs, and the same batch twice; `None` if these are not known yet
 ) -> bool: # Without `controls`, only whether it may be so
     "Are predictions farther from fp32's than rounding explains?"
-    pred,reference,plain,centred = [o.pred for o in (run, reference, *(controls or (run,run))[:2])]
+    pred,reference,control = [o.pred for o in (run, reference, (controls or [run])[0])]
     off,of_loss = deviation(pred, reference),loss_deviation(learn, pred, reference)
     times = _times if controls else 0
-    if off>max(wrong, times*deviation(plain, reference)) and (of_loss is None or of_loss>_matters): return True
+    if off>max(wrong, times*deviation(control, reference)) and (of_loss is None or of_loss>_matters): return True
     if of_loss is None or off<=_matters: return False # where almost nothing is left to learn, any rounding is much for the loss
-    return of_loss>max(wrong, times*(loss_deviation(learn, centred, reference) or 0.))
+    return of_loss>max(wrong, times*(loss_deviation(learn, control, reference) or 0.))
 
 # %% ../nbs/09b_compare.ipynb #18cb073b
 _first,_most = 16,256 # the gaps between steps that are compared begin with this number of steps, and double up to that
@@ -196,5 +194,5 @@ class Comparison:
         step.silent = differ()
         # several processes run the controls together, in the diagnosis
         if step.silent and step.ranks.size==1:
-            step.silent = differ([*map(control, (rounded(plan),rounded(plan, True))), control(nullcontext(), 2)])
+            step.silent = differ([control(rounded(plan)), control(nullcontext(), 2)])
         return res
