@@ -196,18 +196,12 @@ class Case:
     ) -> bool:
         "Are predictions, or what goes to the next batch, far from those in fp32, or the gradients far larger?"
         if self.backward and are_too_large(run.norm, self.fp32.norm): return True
-        return are_wrong(self.learn, run, self.fp32, self.controls) or bool(self.lost(run))
+        return are_wrong(self.learn, run, self.fp32, self.controls) or bool(lost(run, self.fp32, self.before, self.controls))
 
     @functools.cached_property
     def before(self) -> dict:
         "What modules carry to the batches, which are not running now"
         return sampled(self.batches.model_state.carried())
-
-    def lost(self,
-        run:Recording # A run in any precision
-    ) -> dict: # How far off the changes are, by name
-        "Find what goes to the next batch and is far from fp32's"
-        return lost(run, self.fp32, self.before, self.controls)
 
     def make_controls(self):
         "Run the batches in fp32 with rounded outputs, for `is_wrong`; all ranks must call this"
