@@ -383,7 +383,7 @@ def table(rows):
             'layers left in fp16']
     lines = [head, ['---',*['--:']*5,'---','---','--:']]
     rows = [r for r in rows if r['kind']=='wrong']
-    lines += [[r['what'], *(score(r, k) for k in contenders), kept(r, 'fp16'), kept(r, 'bf16'), share(r)] for r in rows]
+    lines += [[r['what'].replace('|', '\\|'), *(score(r, k) for k in contenders), kept(r, 'fp16'), kept(r, 'bf16'), share(r)] for r in rows]
     return '\n'.join('| '+' | '.join(o)+' |' for o in lines)
 
 if __name__=='__main__': main()

@@ -129,7 +129,7 @@ class Case:
     silent:bool = False # Are wrong predictions a fault even if everything is finite?
     tell:object = noop # Function to call before each run
     fp32 = half = None # The runs of `diagnose` in fp32 and in half precision
-    controls = () # The runs in fp32 with rounded outputs, with centred ones, and of each batch twice
+    controls = () # The runs in fp32 with rounded outputs, and of each batch twice
 
     def __post_init__(self):
         self.keep,self.batches,self.ranks = as_list(self.keep_fp32),self.step.batches,self.step.ranks
@@ -196,28 +196,22 @@ class Case:
     ) -> bool:
         "Are predictions, or what goes to the next batch, far from those in fp32, or the gradients far larger?"
         if self.backward and are_too_large(run.norm, self.fp32.norm): return True
-        return are_wrong(self.learn, run, self.fp32, self.controls) or bool(self.lost(run))
+        return are_wrong(self.learn, run, self.fp32, self.controls) or bool(lost(run, self.fp32, self.before, self.controls))
 
     @functools.cached_property
     def before(self) -> dict:
         "What modules carry to the batches, which are not running now"
         return sampled(self.batches.model_state.carried())
 
-    def lost(self,
-        run:Recording # A run in any precision
-    ) -> dict: # How far off the changes are, by name
-        "Find what goes to the next batch and is far from fp32's"
-        return lost(run, self.fp32, self.before, self.controls)
-
     def make_controls(self):
         "Run the batches in fp32 with rounded outputs, for `is_wrong`; all ranks must call this"
-        def in_rounded(centred): # since hooks that were set before are removed when a run begins
-            with rounded(self.plan(), centred): self.f()
+        def in_rounded(): # since hooks that were set before are removed when a run begins
+            with rounded(self.plan()): self.f()
         def twice():
             with suppress(Left): self.f()
             self.f()
         def control(f, modules=False): return replace(self, backward=False, f=f).run_fp32(modules, reference=self.fp32)
-        self.controls = control(partial(in_rounded, False), True),control(partial(in_rounded, True)),control(twice)
+        self.controls = control(in_rounded, True),control(twice)
 
     def spoilt(self,
         half:Recording # A run in half precision

@@ -16,7 +16,7 @@ from .report import PrecisionReport,in_words,keep_code,listed
 from .ranks import RankFailed
 from .record import loss_name
 from .step import Next,are_too_large
-from .compare import deviation
+from .compare import deviation,lost
 from .case import Case,faults,has_code
 from .remedy import Reason,heal,likeness
 
@@ -212,7 +212,7 @@ def _explained(case, why, plain):
     if spoilt: text += f" The loss is finite, but {listed(spoilt)} {'are' if len(spoilt)>1 else 'is'} not, and that goes to the next batch."
     elif case.silent:
         if frame and faults(r.half): text += " The code after it turns them into finite numbers, so nothing else shows the fault."
-        off = case.lost(plain)
+        off = lost(plain, case.fp32, case.before, case.controls)
         if off: text += f" The change of {in_words([*off])}, which goes to the next batch, is {max(off.values()):.0%} off fp32's."
         elif not plain.finite: text += " Gradients are far larger than fp32's."
         elif are_too_large(plain.norm, case.fp32.norm): text += f" Gradients are {plain.norm/case.fp32.norm:.3g} times as large as fp32's."

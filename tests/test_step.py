@@ -135,3 +135,7 @@ def test_whatever_comes_out_of_the_attempts_the_step_ends(data, settled, fp32_fi
 
 def test_the_next_scale_is_that_of_the_last_attempt_where_nothing_failed():
     assert next_scale([2.**3], [], 1., False)==2.**3 and next_scale([2.**3], [], 1., True)==2.**3
+
+def test_gradients_are_at_fault_where_fp32s_are_far_smaller():
+    for norm,what in (30.,(Next.again,8.)),(20.,(Next.diagnose,None)):
+        assert what_next(Step(kind=Next.reference, odd=100., norm=norm, fits=[8.]), fine)==what
