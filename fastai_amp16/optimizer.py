@@ -77,8 +77,8 @@ def as_fastais(
     while isinstance(f, partial): f,kwargs = f.func,{**f.keywords, **kwargs}
     if f is FusedAdam: return partial(Adam, **kwargs)
     if f is not _rms_prop: return partial(f, **kwargs) if isinstance(opt_func, _Partial) else opt_func
-    opt = f([torch.zeros(1)], lr=0., **kwargs)
-    return partial(Optimizer, cbs=list(opt.cbs), **{k: v for k,v in opt.hypers[0].items() if k!='lr'})
+    opt = f([torch.zeros(1)], lr=0., **{'mom':1., **kwargs}) # averages the gradient, which changes nothing for a `mom` of 0
+    return partial(Optimizer, cbs=list(opt.cbs), **{**opt.hypers[0], 'lr':0., 'mom':kwargs.get('mom', 0.)})
 
 
 # %% ../nbs/04_optimizer.ipynb #c76510f1
