@@ -227,9 +227,8 @@ def _is_ours(o): return any(c.__module__.split('.')[0]=='fastai_amp16' for c in 
 
 def _for_export(state):
     "The attributes of a learner without what is of this package: callbacks, metrics, the scaler"
-    state = {k: v for k,v in state.items() if not _is_ours(v)}
-    state.update({k: state[k].filter(_is_ours, negate=True) for k in ('cbs','_metrics')}, opt_func=as_fastais(state['opt_func']))
-    return state
+    lists = {k: state[k].filter(_is_ours, negate=True) for k in ('cbs','_metrics')}
+    return {**{k: v for k,v in state.items() if not _is_ours(v)}, **lists, 'opt_func':as_fastais(state['opt_func'])}
 
 @patch_to(Learner)
 @functools.wraps(_fastais_getstate)

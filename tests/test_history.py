@@ -73,7 +73,7 @@ def test_fits_are_told_apart():
     "As numbers with epochs and learning rates, by lines in the plot, and one alone; `lr_find` is one of its own kind"
     learn = learner().to_fp16_dynamic()
     fit(learn, 2, lr=0.25)
-    with learn.no_bar(), learn.no_logging(): learn.lr_find(num_it=3, show_plot=False)
+    with learn.no_bar(), learn.no_logging(): learn.lr_find(num_it=8, show_plot=False)
     fit(learn, 1)
     mp = learn.mixed_precision
     df = mp.history

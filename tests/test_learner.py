@@ -478,7 +478,7 @@ def test_a_fit_that_ends_early_says_why_and_saves_nothing_it_has_not():
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
 def test_mixed_precision_at_a_glance():
-    learn = learner(between(Do(times_and_back))).to_fp16_dynamic(keep_fp32='0')
+    learn = learner(between(Do(times_and_back))).to_fp16_dynamic(keep_fp32='2')
     mp = fit(learn, 1).mixed_precision
     for text in (repr(mp), re.sub('<[^>]*>', ' ', mp._repr_html_())):
         said = 'fp16',f'{mp.scaler.get_scale():g}',str(len(mp.history)),'from the start','since step 0','complete'
