@@ -5,6 +5,7 @@ from .optimizer import AdamW16,Adam16,RAdam16,Lamb16,QHAdam16,Larc16,RMSProp16,r
 from .clip import GradientNormClip
 from .report import PrecisionReport
 from .history import GradNorm,LossScale,SkippedSteps
+from .messages import PrecisionWarning
 from .callback import DynamicMixedPrecision
 from . import learner # noqa: F401 (`Learner.to_fp16_dynamic` and others)
 from .exam import Finding
@@ -12,4 +13,4 @@ from .doctor import Checkup,swap_module
 
 __all__ = ['DynamicScaler', 'PrecisionPlan', 'half_forward', 'register_norm', 'AdamW16', 'Adam16', 'RAdam16', 'Lamb16', 'QHAdam16',
            'Larc16', 'RMSProp16', 'ranger16', 'FusedAdam', 'GradientNormClip', 'PrecisionReport', 'GradNorm', 'LossScale', 'SkippedSteps',
-           'DynamicMixedPrecision', 'Checkup', 'Finding', 'swap_module']
+           'PrecisionWarning', 'DynamicMixedPrecision', 'Checkup', 'Finding', 'swap_module']

@@ -11,10 +11,8 @@ from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.tracker import TerminateOnNaNCallback
-from fastai.callback.training import GradientClip
 from .nested import cast_floats,half_types
 from .precision import PrecisionPlan,as_list,unwrap
-from .clip import GradientNormClip
 from .grads import grad_params,grad_values,total_norm
 from .scaler import DynamicScaler,require
 from .snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
@@ -23,9 +21,11 @@ from .rerun import Batches,Left,ScaledBackward,not_faults
 from .step import Next,Outcome,Step,StepScaler
 from .compare import Comparison
 from .healing import heal
-from .history import History,fp32_first,plot_history
+from .report import Reports
+from .history import History,fp32_first
 from .messages import (bare_step,cannot_rerun,check_keywords,loose_backward,refuse_second_precision,static_overflow,
-                                   warn_of_slow_half,why_stopped)
+                                   stop_early,warn_of_slow_half,warn_user)
+
 
 # %% ../nbs/18_callback.ipynb #c5961e06
 def _prepare_learners():
@@ -51,6 +51,7 @@ class DynamicMixedPrecision(MixedPrecision):
     plan = ranks = step = states = resumed = left_out = context = None
     randoms,skipped,agreed,carries = (),False,False,False
     looks,told = False,None # is it used for a report? what was said last of other mixed precisions
+    stopped = None # why the last fit ended early, as a sentence; `None` if it did not, or if other code ended it
     wraps_backward = False # does `around_backward` scale the loss? Else a learner's own code calls these events
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
     __signature__ = None # that of `__init__`, not that of the parent class
@@ -78,8 +79,8 @@ class DynamicMixedPrecision(MixedPrecision):
         self.amp_mode,self.kwargs = AMPMode(amp_mode),kwargs
         self.scaler = StepScaler(self, enabled=self.amp_mode==AMPMode.FP16, **kwargs)
         self.log,self.scales,self.comparison = History(),L(),Comparison()
-        self.said,self.fit_start = set(),0
-        self.reports,self.promoted = [],[] # what diagnoses found, and what healing keeps in fp32, as `keep_fp32` takes it
+        self.said = set()
+        self.reports,self.promoted = Reports(),[] # what diagnoses found, and what healing keeps in fp32, as `keep_fp32` takes it
 
     def __setstate__(self, state):
         _prepare_learners()
@@ -112,14 +113,8 @@ class DynamicMixedPrecision(MixedPrecision):
         return self.step.norm if self.step else None
     @property
     def history(self) -> pd.DataFrame:
-        "A row for each step since you created the callback: `step`, `loss_scale`, `reruns`, `skipped` and `grad_norm` (before clipping)"
+        "A row for each step since you created the callback, with its fit, its loss scale, and the gradient norm before clipping"
         return self.log.frame()
-
-    def plot(self,
-        axs=None # Two matplotlib axes, one above the other
-    ):
-        "Plot the loss scale, with the steps that ran again or were skipped, and the gradient norm, with the limit of clipping"
-        plot_history(self.history, [cb.max_norm for cb in self.learn.cbs if isinstance(cb, (GradientNormClip,GradientClip))], axs)
 
     # What stays in fp32
 
@@ -165,7 +160,8 @@ class DynamicMixedPrecision(MixedPrecision):
             raise ValueError("The optimizer holds none of the model's parameters: call learn.create_opt() after you replace learn.model.")
         warn_of_slow_half(plan, not self.log.steps)
         self.forget_step()
-        self.said,self.fit_start = set(),len(self.log.steps)
+        self.said,self.stopped = set(),None
+        self.log.begin_fit('lr_find' if self.learn._grab_cbs(LRFinder) else 'fit')
         self.comparison.begin_fit()
         if not goes_on: self.log.fruitless = self.log.skipped_in_a_row = 0
 
@@ -304,14 +300,14 @@ class DynamicMixedPrecision(MixedPrecision):
         "Add the step to the history, and plan when predictions are compared next"
         step = self.step
         self.comparison.end_step(step)
-        self.log.add(scale, step.reruns, skipped, step.norm)
+        self.log.add(scale, step.reruns, skipped, step.norm, getattr(self.learn, 'epoch', 0), float(self.opt.hypers[-1]['lr']))
         step.done = True
 
     def end_fit(self):
         "End the fit, and say why"
         n,self.log.skipped_in_a_row = self.log.skipped_in_a_row,0
         if not self.learn._grab_cbs(LRFinder): # `lr_find` ends when the loss explodes, as in fp32
-            warn(why_stopped(self, n))
+            stop_early(self, n)
         raise CancelFitException()
 
     # The loop around a batch
@@ -321,7 +317,7 @@ class DynamicMixedPrecision(MixedPrecision):
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
         s,steps = self.scaler,self.log.steps
-        scales,norms = s.is_enabled(),[norm for *_,skipped,norm in steps[max(self.fit_start, len(steps)-32):] if not skipped]
+        scales,norms = s.is_enabled(),[norm for *_,skipped,norm in steps[max(self.log.fit_start, len(steps)-32):] if not skipped]
         carried,self.carries = self.carries and self.training,self.carries and not self.training
         self.step = Step(Batches(self.learn, entry, *self.states, carried), self.ranks, scale=s.get_scale(), settled=s.settled,
                          floor=s.min_scale if can_rerun and scales and s.dynamic else None, static=scales and not s.dynamic,
@@ -397,4 +393,4 @@ class DynamicMixedPrecision(MixedPrecision):
         "Give a warning once per fit"
         if (key := key or text) in self.said: return
         self.said.add(key)
-        warn(text)
+        warn_user(text)

@@ -43,8 +43,8 @@ class GradientNormClip(Callback):
         norm = None if self._knows is None else self._knows.step_norm
         if norm is None or norm>self.max_norm:
             params = grad_params(self.opt)
-            if norm is not None: # the same factor as below, without a copy to the device
-                scale_grads([p.grad for p in params], (self.max_norm/(torch.tensor(norm, device='cpu')+1e-6)).item())
+            if norm is not None: # the same factor as below, rounded as there
+                scale_grads([p.grad for p in params], float(np.float32(1)/(np.float32(norm)+np.float32(1e-6))*np.float32(self.max_norm)))
             else:
                 grads = grad_values(params)
                 norm = total_norm(grads) if self.norm_type==2 else get_total_norm(grads, self.norm_type)

@@ -49,6 +49,7 @@ def heal(
 def _promote(mp, d):
     "Keep in fp32 from now on what the diagnosis `d` says"
     mp.promoted = list(dict.fromkeys([*mp.promoted, *d.kept]))
+    mp.log.kept_since = {**dict.fromkeys(d.kept, len(mp.log.steps)), **mp.log.kept_since}
     mp.plan = None
     mp.ready(mp.step.batches.entry)
     mp.step.search_anew()

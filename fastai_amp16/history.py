@@ -12,16 +12,27 @@ from matplotlib.ticker import LogFormatter
 # %% ../nbs/15_history.ipynb #fef650ff
 class History:
     "A record of the steps so far, with the number of attempts that each one took"
-    def __init__(self): self.steps,self.epoch_start,self.n_rerun,self.n_skipped,self.fruitless,self.skipped_in_a_row = [],0,0,0,0,0
+    def __init__(self):
+        self.steps,self.epoch_start,self.n_rerun,self.n_skipped,self.fruitless,self.skipped_in_a_row = [],0,0,0,0,0
+        self.fits,self.fit_start,self.ending = [],0,'none' # 'fit' or 'lr_find' for each; where the last one starts, and how it ended
+        self.kept_since = {} # the step since which a module is in fp32, by the name in `promoted`
+
+    def begin_fit(self, kind:str): # 'fit' or 'lr_find'
+        "The steps from now on belong to a new fit"
+        self.fits.append(kind)
+        self.fit_start,self.ending = len(self.steps),'ended by a callback or an exception' # unless its end is reached
 
     def add(self,
         loss_scale:float, # Loss scale of the last attempt
         reruns:int, # How often the batch ran again
         skipped:bool, # Was the step skipped?
-        grad_norm:float # Norm before clipping; inf if the gradients overflowed, NaN if the forward pass was not finite
+        grad_norm:float, # Norm before clipping; inf if the gradients overflowed, NaN if the forward pass was not finite
+        epoch:int=0, # Epoch of the fit, from 0
+        lr:float=math.nan # Learning rate of the last parameter group
     ):
         "Add a step"
-        self.steps.append((loss_scale, reruns, skipped, grad_norm))
+        fit = len(self.fits)-1
+        self.steps.append((fit, self.fits[fit] if self.fits else '', epoch, lr, loss_scale, reruns, skipped, grad_norm))
         self.n_rerun += reruns
         self.n_skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row+1 if skipped else 0 # skipped steps in a row
@@ -33,8 +44,9 @@ class History:
         return self.steps[self.epoch_start:]
 
     def frame(self) -> pd.DataFrame:
-        "All steps as a table: `step`, `loss_scale`, `reruns`, `skipped`, `grad_norm`"
-        df = pd.DataFrame(self.steps, columns=['loss_scale','reruns','skipped','grad_norm']).astype({'reruns':int, 'skipped':bool})
+        "All steps as a table"
+        columns = 'fit kind epoch lr loss_scale reruns skipped grad_norm'.split()
+        df = pd.DataFrame(self.steps, columns=columns).astype({'fit':int, 'epoch':int, 'reruns':int, 'skipped':bool})
         df.insert(0, 'step', range(len(df)))
         return df
 
@@ -73,7 +85,7 @@ def plot_history(
     clipped_at=(), # Norms at which gradients are clipped
     axs=None # Two matplotlib `Axes`; a new figure by default
 ):
-    "Plot the loss scale, with marks at steps that ran again or were skipped, above the gradient norm"
+    "Plot the loss scale, with marks at steps that ran again or were skipped, above the gradient norm; a line where a new fit begins"
     if axs is None: _,axs = plt.subplots(2, 1, sharex=True, figsize=(7,5))
     axs[0].step(df.step, df.loss_scale, where='post')
     again,skipped = df[(df.reruns>0) & ~df.skipped],df[df.skipped]
@@ -86,6 +98,9 @@ def plot_history(
     axs[1].set(xlabel='step', ylabel='gradient norm', yscale='log')
     axs[1].yaxis.set_major_formatter('{x:g}')
     axs[1].yaxis.set_minor_formatter(_Plain(labelOnlyBase=False)) # a few, if the norms are all of one size
+    for _,row in df.drop_duplicates('fit')[1:].iterrows():
+        for ax in axs: ax.axvline(row.step-.5, color='tab:grey', ls=':', lw=1)
+        axs[0].annotate(f'{row.kind} {row.fit}', (row.step, 1), xycoords=('data','axes fraction'), va='bottom', fontsize=8, color='grey')
     for ax in axs:
         if ax.get_legend_handles_labels()[0]: ax.legend()
 

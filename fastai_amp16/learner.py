@@ -11,14 +11,19 @@ from inspect import signature
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision,ModelToHalf,NonNativeMixedPrecision
 from fastai.callback.schedule import LRFinder
-from .precision import PrecisionPlan
+from fastai.callback.training import GradientClip
+from fastcore.docments import docments
+from .precision import PrecisionPlan,as_list
 from .private import ThreadState
-from .report import PrecisionReport
+from .optimizer import as_fastais
+from .clip import GradientNormClip
+from .report import PrecisionReport,as_html,in_words
 from .entry import Entry
-from .scaler import DynamicScaler
+from .scaler import DynamicScaler,require
 from .snapshot import learner_random_states,unchanged
 from .diagnose import diagnose
 from .ranks import Ranks
+from .history import plot_history
 from .messages import check_keywords
 from .healing import case_of
 from .callback import DynamicMixedPrecision
@@ -46,7 +51,14 @@ def _use(learn, mode, kwargs):
     if says := _replaces(new, old): print(says)
     return learn.remove_cbs(old).add_cb(new)
 
+def _explained(f):
+    "Add a line for each argument to the docstring, for `?` and `help`"
+    lines = [f"{k}={o.default!r}: {' '.join(o.docment.split())}" for k,o in docments(f, full=True).items() if o.docment and k!='return']
+    f.__doc__ = '\n    '.join([f'{f.__doc__}\n', 'Arguments:', *lines])
+    return f
+
 @patch
+@_explained
 @delegates(DynamicMixedPrecision, but=['amp_mode'])
 def to_fp16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
     """Train in fp16 with `DynamicMixedPrecision`, which replaces any other mixed precision; `to_fp32` ends it
@@ -56,12 +68,48 @@ def to_fp16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
     return _use(self, 'fp16', kwargs)
 
 @patch
+@_explained
 @delegates(DynamicMixedPrecision, but=['amp_mode',*signature(DynamicScaler).parameters])
 def to_bf16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
     """Train in bf16 with `DynamicMixedPrecision`, which replaces any other mixed precision; `to_fp32` ends it
 
     Raises the same errors as `to_fp16_dynamic`. Warns on a GPU that only emulates bf16."""
     return _use(self, 'bf16', kwargs)
+
+# %% ../nbs/19_learner.ipynb #9c96638e
+def _rows(mp):
+    "What `mp` says at a glance, by name"
+    log,given = mp.log,[o if isinstance(o, str) else getattr(o, '__name__', type(o).__name__) for o in as_list(mp.keep_fp32)]
+    since = {o: f'step {log.kept_since[o]}' if o in log.kept_since else 'a checkpoint' for o in mp.promoted}
+    kept = ['norms', *(f'`{o}` from the start' for o in given), *(f'{in_words([o])} since {when}' for o,when in since.items())]
+    return {'precision': mp.amp_mode.value, 'loss scale': f'{mp.scaler.get_scale():g}' if mp.scaler.is_enabled() else 'none',
+            'steps': len(log.steps), 'batches that ran again': sum(reruns>0 for *_,reruns,_,_ in log.steps),
+            'skipped steps': log.n_skipped, 'in fp32': ', '.join(kept),
+            'last fit': mp.stopped or ('not over yet' if mp.learn and mp.learn._fitting else log.ending)}
+
+@patch
+def __repr__(self:DynamicMixedPrecision):
+    rows = [f'{k}: {v}' for k,v in _rows(self).items()]
+    return f"{type(self).__name__}({'; '.join(rows if self.log.fits else rows[:2])})"
+
+@patch
+def _repr_html_(self:DynamicMixedPrecision):
+    left,rows = 'style="text-align:left"',_rows(self).items()
+    return f"<table>{''.join(f'<tr><th {left}>{k}</th><td {left}>{as_html(str(v))}</td></tr>' for k,v in rows)}</table>"
+
+@patch
+def plot(self:DynamicMixedPrecision,
+    axs=None, # Two matplotlib axes, one above the other; a new figure by default
+    fit:int=None, # Plot this fit alone, by its number in `history`
+    last:bool=False # Plot the last fit alone?
+):
+    "Plot the loss scale, with the steps that ran again or were skipped, and the gradient norm, with the limit of clipping"
+    df = self.history
+    if last: fit = df.fit.max()
+    if fit is not None:
+        require(not len(df) or fit in {*df.fit}, 'plot', 'fit', fit, f'one of {sorted({*df.fit})}')
+        df = df[df.fit==fit]
+    plot_history(df, [cb.max_norm for cb in self.learn.cbs if isinstance(cb, (GradientNormClip,GradientClip))], axs)
 
 # %% ../nbs/19_learner.ipynb #04307450
 @patch
@@ -143,6 +191,7 @@ def _fit(learn, f):
         learn._fitting = True
         if mp := running(learn): mp.begin_fit(hasattr(learn, 'skip_to_epoch'))
         f()
+        if mp: mp.log.ending = 'complete'
     try: _standing(learn, run)
     finally:
         learn._fitting = False
@@ -172,12 +221,28 @@ def _fastais(cls, name):
     f = getattr(cls, name)
     return f.__wrapped__ if '_fastais' in f.__globals__ else f # another library may have wrapped ours
 
-_fastais_events,_fastais_getstate = [_fastais(Learner, o) for o in ('_with_events','__getstate__')]
+_fastais_events,_fastais_getstate,_fastais_export = [_fastais(Learner, o) for o in ('_with_events','__getstate__','export')]
+
+def _is_ours(o): return any(c.__module__.split('.')[0]=='fastai_amp16' for c in type(o).__mro__)
+
+def _for_export(state):
+    "The attributes of a learner without what is of this package: callbacks, metrics, the scaler"
+    lists = {k: state[k].filter(_is_ours, negate=True) for k in ('cbs','_metrics')}
+    return {**{k: v for k,v in state.items() if not _is_ours(v)}, **lists, 'opt_func':as_fastais(state['opt_func'])}
 
 @patch_to(Learner)
 @functools.wraps(_fastais_getstate)
 def __getstate__(self): # a learner that you export or copy during a fit is not in a fit
-    return {k: v for k,v in _fastais_getstate(self).items() if k not in ('_entry','_fitting')}
+    state = {k: v for k,v in _fastais_getstate(self).items() if k not in ('_entry','_fitting','_exporting')}
+    return _for_export(state) if '_exporting' in vars(self) else state
+
+@functools.wraps(_fastais_export)
+def _export(self, *args, **kwargs):
+    self._exporting = True
+    try: return _fastais_export(self, *args, **kwargs)
+    finally: del self._exporting
+
+Learner.export = _export
 
 @patch_to(Learner)
 @functools.wraps(_fastais_events)
@@ -239,7 +304,7 @@ def _refuse_amid(learn):
     mp,why = running(learn),"where no backward pass is due, such as in `before_batch` or `after_batch`"
     step = mp and mp.step
     if mp is None: why = "after `to_fp16_dynamic()`, or outside the fit"
-    elif ranks.ddp.static_graph and len(mp.log.steps)==mp.fit_start: why = "after the first step, since static_graph=True"
+    elif ranks.ddp.static_graph and len(mp.log.steps)==mp.log.fit_start: why = "after the first step, since static_graph=True"
     elif not learn.training or not step or step.done or step.backward_at==step.batches.entry.passes: return
     raise RuntimeError(f"In a fit with several processes, ask for a report {why}.")
 

@@ -12,7 +12,7 @@ def test_steps_are_counted():
     for row in rows: log.add(*row)
     assert (log.n_rerun,log.n_skipped,log.skipped_in_a_row)==(8,2,0)
     df = log.frame()
-    assert list(df.columns)==['step','loss_scale','reruns','skipped','grad_norm']
+    assert list(df.columns)==['step','fit','kind','epoch','lr','loss_scale','reruns','skipped','grad_norm']
     assert df.step.tolist()==[*range(5)] and df.skipped.dtype==bool
     assert df.reruns.tolist()==[5,0,1,0,2] and len(History().frame())==0 and History().frame().skipped.dtype==bool
 
@@ -67,3 +67,23 @@ def test_plots_of_any_history(rows):
     texts = [o.get_text() for o in axs[0].get_legend().get_texts()]
     assert texts==[f'ran again, step taken: {sum(r[1]>0 and not r[2] for r in rows)}', f'skipped: {sum(r[2] for r in rows)}']
     plt.close('all')
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_fits_are_told_apart():
+    "As numbers with epochs and learning rates, by lines in the plot, and one alone; `lr_find` is one of its own kind"
+    learn = learner().to_fp16_dynamic()
+    fit(learn, 2, lr=0.25)
+    with learn.no_bar(), learn.no_logging(): learn.lr_find(num_it=8, show_plot=False)
+    fit(learn, 1)
+    mp = learn.mixed_precision
+    df = mp.history
+    assert df.drop_duplicates('fit').kind.tolist()==['fit','lr_find','fit'] and df[df.fit==0].epoch.tolist()==[0]*4+[1]*4
+    assert set(df[df.fit==0].lr)=={0.25} and df[df.fit==1].lr.is_monotonic_increasing and df[df.fit==1].lr.nunique()>1
+    def drawn(**kwargs):
+        _,axs = plt.subplots(2, 1)
+        mp.plot(axs, **kwargs)
+        plt.close('all')
+        return axs[0].lines[0].get_xdata().tolist(),[o.get_text() for o in axs[0].texts]
+    assert drawn()==(df.step.tolist(), ['lr_find 1','fit 2'])
+    assert drawn(last=True)==drawn(fit=2)==(df.step[df.fit==2].tolist(), []) and drawn(fit=1)[0]==df.step[df.fit==1].tolist()
+    with pytest.raises(ValueError, match=r'fit.*one of \[0, 1, 2\]'): mp.plot(fit=9)

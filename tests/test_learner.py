@@ -1,5 +1,5 @@
 "Asking for a report leaves no trace, before a fit, in it and after it; what healing found goes with the learner wherever it goes"
-import copy,logging,math,random,sys,threading,warnings
+import copy,inspect,linecache,logging,math,random,re,sys,threading,warnings
 from collections import Counter,deque
 from types import SimpleNamespace
 import numpy as np
@@ -11,13 +11,14 @@ from fastai.callback.mixup import MixUp
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import LMDataLoader,LMTensorText
 import fastai_amp16.case,fastai_amp16.diagnose,fastai_amp16.learner,fastai_amp16.rerun,fastai_amp16.snapshot
-from fastai_amp16.all import AdamW16,PrecisionReport
+from fastai.callback.tracker import SaveModelCallback
+from fastai_amp16.all import AdamW16,PrecisionReport,PrecisionWarning
 from fastai_amp16.diagnose import diagnose
 from fastai_amp16.remedy import heal
 from fastai_amp16.learner import looking,training_case
 from fastai_amp16.snapshot import unchanged
 import hostile
-from common import Do,between,clean,equal,fit,learner,mse,state,times_and_back,weights
+from common import Do,Poison,between,clean,equal,fit,learner,mse,state,times_and_back,weights
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
 
@@ -458,3 +459,33 @@ def test_a_new_model_does_not_inherit_promotions():
     learn.create_opt()
     fit(learn, 1)
     assert learn.mixed_precision.promoted==[]
+
+# %% what people see
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_a_fit_that_ends_early_says_why_and_saves_nothing_it_has_not():
+    "The warning, at the line that calls `fit`, is what `stopped` holds; `SaveModelCallback` finds no file, and looks for none"
+    learn = learner(cbs=[Poison(range(3), 'backward'), SaveModelCallback()]).to_fp16_dynamic()
+    mp = learn.mixed_precision
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        with learn.no_bar(), learn.no_logging(): learn.fit(1) # this line
+    ours = [o for o in told if issubclass(o.category, PrecisionWarning)]
+    assert len(ours)>1 and str(ours[-1].message)==mp.stopped and 'SaveModelCallback' in mp.stopped and mp.stopped in repr(mp)
+    assert all(o.filename==__file__ and linecache.getline(o.filename, o.lineno).rstrip().endswith('# this line') for o in ours)
+    learn.remove_cb(SaveModelCallback)
+    fit(learn, 1)
+    assert mp.stopped is None and 'last fit: complete' in repr(mp)
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_mixed_precision_at_a_glance():
+    learn = learner(between(Do(times_and_back))).to_fp16_dynamic(keep_fp32='2')
+    mp = fit(learn, 1).mixed_precision
+    for text in (repr(mp), re.sub('<[^>]*>', ' ', mp._repr_html_())):
+        said = 'fp16',f'{mp.scaler.get_scale():g}',str(len(mp.history)),'from the start','since step 0','complete'
+        assert not [o for o in said if o not in text]
+
+@pytest.mark.parametrize('name', ['to_fp16_dynamic','to_bf16_dynamic'])
+def test_help_explains_each_argument(name):
+    f = getattr(Learner, name)
+    lines = inspect.getdoc(f).split('Arguments:')[1].splitlines()
+    assert [o.split('=')[0] for o in lines if o]==[k for k in inspect.signature(f).parameters if k!='self']

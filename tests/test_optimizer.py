@@ -170,3 +170,18 @@ def test_rmsprop16_has_its_eps():
     p.grad = torch.tensor([1e-4])
     opt.step()
     assert p.item()==pytest.approx(0.5, rel=1e-4) # 1 - 1e-4/(1e-4+1e-4)
+
+@pytest.mark.parametrize('opt_func', [AdamW16, Adam16, Lamb16, RMSProp16, partial(RMSProp16, mom=0.9), partial(AdamW16, wd=0.3)], ids=str)
+def test_what_a_pickle_holds_takes_the_same_steps(opt_func):
+    "And is made of fastai's own"
+    data = pickle.dumps(opt_func)
+    def run(f):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(3,4))
+        opt = f([p], lr=0.1)
+        for _ in range(5):
+            p.grad = torch.randn_like(p)
+            opt.step()
+        return p.detach()
+    assert b'fastai_amp16' not in data
+    torch.testing.assert_close(run(opt_func), run(pickle.loads(data)), rtol=1e-5, atol=1e-6)

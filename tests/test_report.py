@@ -376,3 +376,9 @@ def test_plot_on_given_axes():
 def test_listed(os, n, want): assert listed(os, n)==want
 
 def test_listed_names_five(): assert listed(range(7))=='0, 1, 2, 3, 4 and 2 more'
+
+def test_reports_are_shown_one_below_the_other():
+    from fastai_amp16.report import Reports
+    a,b = PrecisionReport('healthy', 'First'),PrecisionReport('data', 'Second')
+    both = Reports([a, b])
+    assert repr(both)==f'{a}\n\n{b}' and both._repr_html_()==a._repr_html_()+b._repr_html_() and repr(Reports())

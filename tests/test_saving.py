@@ -7,6 +7,8 @@ from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,L,Learner,OptimW
                            TfmdLists,load_learner,nn,noop,partial,set_seed)
 from fastai.callback.all import GradientAccumulation,MixedPrecision,SaveModelCallback
 from fastai_amp16.all import (AdamW16,DynamicMixedPrecision)
+from fastai_amp16.all import GradNorm,GradientNormClip,RMSProp16,ranger16
+from fastai_amp16.learner import running
 from common import *
 from processes import in_a_process
 
@@ -66,8 +68,9 @@ def test_export(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         fp32,fp16 = load_learner(tmp_path/'export.pkl'),load_learner(tmp_path/'export.pkl', cpu=False)
-    assert not fp32._grab_cbs(MixedPrecision) and len(fp16._grab_cbs(DynamicMixedPrecision))==1
-    assert equal(weights(learn), weights(fp32)) and fp16.mixed_precision.scaler.state_dict()==learn.mixed_precision.scaler.state_dict()
+    assert not fp32._grab_cbs(MixedPrecision) and not fp16._grab_cbs(MixedPrecision) and running(learn)
+    assert equal(weights(learn), weights(fp32)) and equal(weights(learn), weights(fp16))
+    for o in (copy.deepcopy(learn), pickle.loads(pickle.dumps(learn))): assert len(o.mixed_precision.history)==4
     pickle.loads(pickle.dumps(learn.model))
     fit(learn, 1)
 
@@ -217,7 +220,7 @@ def test_inference(tmp_path, monkeypatch):
         ours,theirs,again = results(learn),results(fp32),results(fp16)
         for a,b,c in zip(ours, theirs, again):
             torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=tol, atol=tol)
-            assert torch.equal(torch.as_tensor(a), torch.as_tensor(c))
+            assert torch.equal(torch.as_tensor(b), torch.as_tensor(c)) # an export has no mixed precision
         assert not torch.equal(ours[1], theirs[1]) and not hasattr(fp32, 'mixed_precision') # half precision, and fp32
     compare(1e-2)
     fit(learn, 2)
@@ -288,7 +291,7 @@ assert torch.float16 in seen and len(learn.mixed_precision.history)>=4
 def test_whoever_brings_in_the_callback_finds_learners_prepared(tmp_path):
     "By unpickling one in a process that has imported fastai alone, or by importing nothing else"
     learn = learner(path=tmp_path).to_fp16_dynamic()
-    for name,l in (('before',learn), ('after',fit(learn, 1))): l.export(f'{name}.pkl')
+    for name,l in (('before',learn), ('after',fit(learn, 1))): torch.save(l, tmp_path/f'{name}.pkl')
     before = 'import torch\nfrom fastai.basics import *\nfrom fastai.callback.progress import ProgressCallback\n'
     for name in ('before','after'):
         in_a_process(f"import common\n{before}learn = load_learner('{name}.pkl', cpu=False)\n{use}", tmp_path)
@@ -297,11 +300,7 @@ def test_whoever_brings_in_the_callback_finds_learners_prepared(tmp_path):
         'nn.Sequential(nn.Linear(8,4), nn.Linear(4,1)), nn.MSELoss(), cbs=DynamicMixedPrecision())\n'
     in_a_process(before+make+use, tmp_path)
 
-def test_an_export_after_to_fp32_needs_nothing_of_this_package(tmp_path):
-    learn = fit(learner(nn.Linear(8,1), loss_func=nn.MSELoss(), opt_func=Adam, path=tmp_path).to_fp16_dynamic(), 1)
-    learn.dls = DataLoaders.from_dsets(TfmdLists([0], [noop]), TfmdLists([0], [noop]), bs=8)
-    learn.to_fp32().export('plain.pkl')
-    in_a_process('''
+alone = '''
 import sys
 class Missing:
     def find_spec(self, name, *args):
@@ -310,4 +309,19 @@ sys.meta_path.insert(0, Missing())
 from fastai.basics import *
 learn = load_learner('plain.pkl')
 assert learn.model(torch.ones(2, 8)).shape==(2,1)
-''', tmp_path)
+'''
+
+@pytest.mark.parametrize('opt_func', [AdamW16, partial(RMSProp16, mom=0.5), ranger16], ids=['AdamW16','RMSProp16','ranger16'])
+def test_an_export_needs_fastai_alone(opt_func, tmp_path):
+    "Whatever of this package the learner has"
+    learn = learner(nn.Linear(8,1), loss_func=nn.MSELoss(), opt_func=opt_func, path=tmp_path, metrics=GradNorm(), cbs=GradientNormClip())
+    fit(learn.to_fp16_dynamic(), 1)
+    learn.dls = DataLoaders.from_dsets(TfmdLists([0], [noop]), TfmdLists([0], [noop]), bs=8)
+    learn.export('plain.pkl')
+    in_a_process(alone, tmp_path)
+
+def test_an_export_after_to_fp32_needs_nothing_of_this_package(tmp_path):
+    learn = fit(learner(nn.Linear(8,1), loss_func=nn.MSELoss(), opt_func=Adam, path=tmp_path).to_fp16_dynamic(), 1)
+    learn.dls = DataLoaders.from_dsets(TfmdLists([0], [noop]), TfmdLists([0], [noop]), bs=8)
+    learn.to_fp32().export('plain.pkl')
+    in_a_process(alone, tmp_path)
