@@ -171,7 +171,8 @@ def test_rmsprop16_has_its_eps():
     opt.step()
     assert p.item()==pytest.approx(0.5, rel=1e-4) # 1 - 1e-4/(1e-4+1e-4)
 
-@pytest.mark.parametrize('opt_func', [AdamW16, Adam16, Lamb16, RMSProp16, partial(RMSProp16, mom=0.9), partial(AdamW16, wd=0.3)], ids=str)
+@pytest.mark.parametrize('opt_func', [AdamW16, Adam16, Lamb16, RMSProp16, partial(RMSProp16, mom=0.9), partial(AdamW16, wd=0.3)],
+                         ids="AdamW16 Adam16 Lamb16 RMSProp16 RMSProp16-mom AdamW16-wd".split())
 def test_what_a_pickle_holds_takes_the_same_steps(opt_func):
     "And is made of fastai's own"
     data = pickle.dumps(opt_func)
