@@ -1,12 +1,12 @@
 "Asking for a report leaves no trace, before a fit, in it and after it; what healing found goes with the learner wherever it goes"
-import copy,inspect,linecache,logging,math,random,re,sys,threading,warnings
+import copy,inspect,linecache,logging,math,pickle,random,re,sys,threading,warnings
 from collections import Counter,deque
 from types import SimpleNamespace
 import numpy as np
 import pytest,torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,load_learner,nn,noop,set_seed
+from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,nn,noop,set_seed
 from fastai.callback.mixup import MixUp
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import LMDataLoader,LMTensorText
