@@ -161,6 +161,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastai_amp16.demo._check': ('demo.html#_check', 'fastai_amp16/demo.py'),
                                    'fastai_amp16.demo._compare': ('demo.html#_compare', 'fastai_amp16/demo.py'),
                                    'fastai_amp16.demo._item': ('demo.html#_item', 'fastai_amp16/demo.py'),
+                                   'fastai_amp16.demo._slow': ('demo.html#_slow', 'fastai_amp16/demo.py'),
                                    'fastai_amp16.demo.digits_dls': ('demo.html#digits_dls', 'fastai_amp16/demo.py'),
                                    'fastai_amp16.demo.main': ('demo.html#main', 'fastai_amp16/demo.py'),
                                    'fastai_amp16.demo.picture': ('demo.html#picture', 'fastai_amp16/demo.py'),
