@@ -147,9 +147,9 @@ def _item(text):
     return textwrap.fill(text, width, initial_indent='- ', subsequent_indent='  ', break_long_words=False, break_on_hyphens=False)
 
 def _compare(**kwargs):
-    "Run all `trainings`, and print a table, each row as soon as it is known: the learners by data and precision"
+    "Run all `trainings`, and print a table, each row as soon as it is known: the learners and seconds by data and precision"
     print(''.join(format(k, re.match(r'[<>]\d+', o)[0]) for k,o in _columns.items()))
-    groups = {}
+    groups,seconds = {},{}
     for data,ways in trainings.items():
         for precision in ways:
             begins = dict(data=data, precision=precision)
@@ -158,7 +158,13 @@ def _compare(**kwargs):
                 warnings.simplefilter('ignore', UserWarning) # the table and the findings say it
                 groups.setdefault(data, {})[precision],row = train(data, precision, **kwargs)
             print(_cells({k: v for k,v in row.items() if k not in begins}))
-    return groups
+            seconds[data,precision] = row['seconds']
+    return groups,seconds
+
+def _slow(seconds):
+    "Which half precision took much longer than fp32 on the digits, in words"
+    times = {k: seconds.get(('digits',f'to_{k}_dynamic()'), 0.)/seconds['digits','fp32'] for k in ('fp16','bf16')}
+    return ' and '.join(f"{k} ({t:.1f} times fp32's seconds)" for k,t in times.items() if t>1.5)
 
 # %% ../nbs/21_demo.ipynb #4b0ef9f8
 def _check(out, epochs, lr, bs):
@@ -187,9 +193,9 @@ def main(
     device,n = default_device(),sum(map(len, trainings.values()))
     name = torch.cuda.get_device_name(device) if device.type=='cuda' else device.type
     print(f"{n} trainings of {epochs} epoch{'s'*(epochs>1)} on {name}\n")
-    groups = _compare(epochs=epochs, lr=lr, bs=bs, seed=seed)
+    groups,seconds = _compare(epochs=epochs, lr=lr, bs=bs, seed=seed)
     print('\nOn raw counts, to_fp16_dynamic() finds what overflows and keeps it in fp32:')
     for r in groups['raw counts']['to_fp16_dynamic()'].mixed_precision.reports: print(f'\n{r}' if reports else _item(r.sentence))
-    if device.type=='cpu': print('\nfp16 and bf16 are slow here: compare seconds on a GPU.')
+    if device.type=='cpu' and (slow := _slow(seconds)): print(f'\nSlow here: {slow}. Compare on a GPU.')
     picture(groups).savefig(out, dpi=120)
     print(f'\nPicture of losses, loss scales and gradient norms: {out.absolute()}')

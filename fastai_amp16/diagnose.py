@@ -21,7 +21,7 @@ from .case import Case,faults,has_code
 from .remedy import Reason,heal,likeness
 
 # %% ../nbs/14_diagnose.ipynb #057a21f6
-_worst = {**dict.fromkeys(('input','output','inside','gradient','weight_grad'), 'max'), 'bits':'min',
+_worst = {**dict.fromkeys(('input','output','inside','gradient','weight_grad'), 'max'), 'bits':'min', 'lost':'max',
           **dict.fromkeys(('some','flushed','subnormal'), 'sum')} # columns, and how they sum up what was measured in a module
 
 def _measured(f):
@@ -30,6 +30,12 @@ def _measured(f):
     for where,s in [('input',s) for s in f.ins]+[('output',s) for s in f.outs]:
         yield where if f.op is None else 'inside',s,s.value
         if f.op is None and where=='output' and s.value: yield 'gradient',s,s.grad
+
+def _bits_lost(s, ref, dtype):
+    "How many of its significant bits `dtype` loses in the tensor `s`, next to fp32's; NaN if that is not known"
+    if not s or s.sample is None or ref.sample is None: return math.nan
+    d,rounding = deviation(s.sample, ref.sample),torch.finfo(dtype).eps/2
+    return math.log2(min(max(d/rounding, 1.), 1/rounding)) if d<math.inf else math.nan # where all samples are the same
 
 def _table(case):
     "The table of a `PrecisionReport`, from the run in fp32 and the one in half precision"
@@ -40,6 +46,7 @@ def _table(case):
         res = {'module':f.name, col:m.top/case.scale if 'grad' in col else m.top}
         limit = case.dtype if is_half.get(s.key, False) or f.name not in in_fp32 and col!='weight_grad' else torch.float32
         if m.top>0: res['bits'] = math.log2(torch.finfo(limit).max/m.top)
+        if col=='output' and half: res['lost'] = _bits_lost(half.seen.get(s.key), s, case.dtype)
         if col=='gradient': res.update(some=m.some, flushed=m.flushed, subnormal=m.subnormal)
         return res
     frames = [f for f in fp32.frames if f.name in modules and has_code(modules[f.name])] # without the loss function and plain containers

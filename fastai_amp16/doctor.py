@@ -258,8 +258,8 @@ def _norms(e):
             m,numbers,between = moment
             least = max((o.least for o in between if o.least<math.inf), default=math.inf)
             if e.is_near(m, *between, most=numbers.top**2 if m.op in ('var','var_mean') else 0., least=least):
-                most = f"squares of numbers above {e.max**0.5:.0f} exceed {e.max:g}"
-                fact = f"A norm written by hand computes in {e.kind}: {most}, and small squares become 0."
+                fact = (f"A norm written by hand computes in {e.kind}: squares of numbers above {e.max**0.5:.0f} exceed {e.max:g}, "
+                        "and small squares become 0.")
                 yield Finding('warning', n.module, fact, '{keep}', e.own(n.module))
 
 # %% ../nbs/20_doctor.ipynb #1e1581bb
@@ -279,13 +279,15 @@ def _verdict(e):
         yield Finding('error', r.producer, r.sentence, '{keep}' if r.promoted else '# '+r.remedy, r.promoted)
 
 @check
+def _rounding(e): return e.coarse() if e.report.verdict in ('healthy','scale') else ()
+
+@check
 def _headroom(e):
     if e.report.verdict not in ('healthy','scale'): return # first that
     tops,named = defaultdict(float),{o.module for o in e.found}
     for f in e.case.fp32.frames:
-        m = e.modules.get(f.name)
-        if m is None or f.name in named or (f.op is None and [*m.children()]) or m in e.plan.in_fp32: continue
-        if f.op in moves: continue # a part of what nobody has written to yet, say
+        m = e.modules.get(f.name) # what only moves may be a part of what nobody has written to yet
+        if m is None or f.op in moves or f.name in named or (f.op is None and [*m.children()]) or m in e.plan.in_fp32: continue
         for s in (*f.ins,*f.outs):
             half = e.half.seen.get(s.key)
             if not s.value or not half or not half.half: continue
@@ -354,8 +356,7 @@ def _device(d, dtype):
     if dtype==torch.bfloat16 and d.emulates_bf16:
         yield Finding('speed', None, f"{d.name} only emulates bf16, which is slow.", 'learn.to_fp16_dynamic()')
 
-@check
-def _on_device(e): return _device(e.device, e.dtype)
+check(lambda e: _device(e.device, e.dtype))
 
 # %% ../nbs/20_doctor.ipynb #a33ecb2c
 @check

@@ -11,7 +11,8 @@ from weakref import ref
 from fastai.basics import *
 from .nested import tensors
 from .private import base_of
-from .case import Case
+from .compare import deviation
+from .case import Case,wrong_first
 from .diagnose import diagnose
 
 # %% ../nbs/19b_exam.ipynb #5f15af6a
@@ -129,6 +130,20 @@ class _Exam:
         if not self.seen(n): return self.max<n.top<largest
         def more(at, ss): return any(o.is_bad() for i,_ in enumerate(ss) if (o:=self.half.seen.get((*n.frame.call,at,i))))
         return more('out', n.frame.outs) and not more('in', n.frame.ins)
+    def coarse(self):
+        "A warning of the first operation whose results are wrong though finite, farther off than rounding explains"
+        if not wrong_first(self.half): return
+        if not self.case.controls: self.case.make_controls()
+        found = {f.call: f for _,f in wrong_first(self.half, self.case.controls[0])}
+        for n in self.nodes:
+            if n.frame.call not in found or (s := self.seen(n)) is None or s.sample is None: continue
+            off,top = deviation(s.sample, s.ref.sample),max(o.value.top for o in (*n.frame.ins,*n.frame.outs) if o.value)
+            # samples hardly differ, as in a new head; what is so small or large may be meant; or another finding says what is lost
+            if off>2 or top>self.max or n.top<self.finfo.tiny or any(n.module in (o.module,*o.others) for o in self.found): continue
+            fact = (f"`{n.op}` computes with numbers up to {top:.4g}, which {self.kind} holds in steps of "
+                    f"{self.finfo.eps*2.**math.frexp(top)[1]/2:.3g}: its results differ from fp32's by {off:.0%}. "
+                    "Nothing overflows, so nothing else shows it.")
+            yield Finding('warning', n.module, fact, '{keep}', self.own(n.module, *(o.source.module for o in n.ins)))
     def raises(self, n):
         o = self.half and self.half.open
         return bool(o) and (o.call==n.frame.call or self.seen(n) is None and n.op in ('masked_fill','full','full_like','new_full'))

@@ -123,14 +123,15 @@ def _num(x): return f'{x:.3g}'
 def _bits(x): return f'{x:.1g}' if -.05<=x<0 else _num(round(x, 1)) # what is below 0 must look so
 def _share(x): return '–' if x==0 else f'{x:.2%}' if x>=1e-4 else '<0.01%'
 
-_formats = dict(dict.fromkeys(('input','output','inside','gradient','weight_grad'), _num), bits=_bits, flushed=_share, subnormal=_share)
+_formats = dict(dict.fromkeys(('input','output','inside','gradient','weight_grad'), _num), bits=_bits, lost=_bits,
+                flushed=_share, subnormal=_share)
 _text = ('module','type','computes','nonfinite') # the columns of text
 
 # %% ../nbs/11_report.ipynb #7dcad8fe
 _why = dict(
-    forward='computes input output inside bits nonfinite',
+    forward='computes input output inside bits lost nonfinite',
     backward='computes gradient weight_grad bits flushed subnormal nonfinite',
-    healthy='computes output gradient bits flushed',
+    healthy='computes output gradient bits lost flushed',
     data='input output gradient', # at fault in any precision
     divergence='input output gradient weight_grad')
 _why.update(loss=_why['forward'], scale=_why['backward'], weights=_why['data'], loss_func=_why['data'])
@@ -140,6 +141,7 @@ _most_rows,_longest_type = 10,18 # characters
 def _tells(col, kind):
     "Is the column worth showing? `kind` is the half precision that most modules compute in"
     if col.name=='computes': return (col!=kind).any()
+    if col.name=='lost': return (col>-math.log2(4*torch.finfo(getattr(torch, kind)).eps)).any() # are less than three bits left?
     return (col>0).any() if col.name in ('flushed','subnormal') else col.notna().any()
 
 def _is_within(name, promoted):

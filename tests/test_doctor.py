@@ -1,5 +1,5 @@
 "Each hazard in a small model that has it and in its twin that has not; nothing on models that are well; no trace"
-import re
+import math,re
 from functools import partial
 from itertools import chain,repeat
 from pathlib import Path
@@ -318,6 +318,36 @@ def test_headroom():
     learn = make(5e4)
     do(found.remedy, learn)
     assert not findings(learn) and not findings(make(1e4))
+
+class Located(nn.Module):
+    "Sines of positions, computed in half precision, next to a path that hides how wrong they are at first"
+    def __init__(self):
+        super().__init__()
+        self.angles,self.head,self.skip = nn.Linear(1, 12, bias=False),nn.Linear(12, 1),nn.Linear(1, 1)
+        self.angles.weight.data = torch.linspace(0.05, 2.5, 12)[:,None]
+    def forward(self, t): return self.head(self.angles(t).sin())*0.01+self.skip((t-t.mean())/8)
+
+@pytest.mark.parametrize('bf16', [False,True])
+def test_what_is_lost_in_silence(bf16):
+    def make(start, **kwargs):
+        learn = learner(Located, torch.arange(start, start+32.)[:,None], torch.zeros(32, 1), loss_func=nn.MSELoss())
+        return (learn.to_bf16_dynamic if bf16 else learn.to_fp16_dynamic)(**kwargs)
+    learn = make(4000)
+    found, = findings(learn)
+    assert (found.severity,found.module)==('warning','angles') and '`linear` computes with numbers up to 1.008e+04' in found.fact
+    assert f'in steps of {64 if bf16 else 8}: its results differ' in found.fact and 'angles' in found.remedy
+    do(found.remedy, learn)
+    assert not findings(learn) and not findings(make(0))
+
+def test_bits_that_modules_lose():
+    "A level is all that a number loses its bits to: half of the gap between two numbers there, next to the spread of what is on it"
+    net,x = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16)),torch.randn(64, 8)
+    net[1].bias.data += 1000.
+    table = learner(lambda: net, x).to_fp16_dynamic().diagnose_fp16().table.set_index('module')
+    with torch.no_grad():
+        y = net(x).double()
+        with torch.autocast('cpu', torch.float16): off = (net(x)-y).norm()/(y-y.mean(0)).norm()
+    assert table.lost['0']<1 and table.lost['1']==pytest.approx(math.log2(off*2**11), abs=0.1)
 
 def test_bad_data_and_weights():
     found, = findings(learner(Net(nn.Identity()), torch.full((4, 8), torch.nan)))
