@@ -75,6 +75,7 @@ class DynamicMixedPrecision(MixedPrecision):
         require(amp_mode in (*modes,*AMPMode), who, 'amp_mode', amp_mode, ' or '.join(map(repr, modes)))
         require(on_spiral in ('heal','warn','raise'), who, 'on_spiral', on_spiral, "'heal', 'warn' or 'raise'")
         require(isinstance(patience, int) and patience>0, who, 'patience', patience, 'a whole number above 0')
+        require(isinstance(rerun, bool), who, 'rerun', rerun, 'True or False')
         store_attr('keep_fp32,on_spiral,patience,rerun')
         self.amp_mode,self.kwargs = AMPMode(amp_mode),kwargs
         self.scaler = StepScaler(self, enabled=self.amp_mode==AMPMode.FP16, **kwargs)

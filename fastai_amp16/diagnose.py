@@ -16,7 +16,7 @@ from .report import PrecisionReport,in_words,keep_code,listed
 from .ranks import RankFailed
 from .record import loss_name
 from .step import Next,are_too_large
-from .compare import deviation,lost
+from .compare import bits_lost,deviation,lost
 from .case import Case,faults,has_code
 from .remedy import Reason,heal,likeness
 
@@ -31,12 +31,6 @@ def _measured(f):
         yield where if f.op is None else 'inside',s,s.value
         if f.op is None and where=='output' and s.value: yield 'gradient',s,s.grad
 
-def _bits_lost(s, ref, dtype):
-    "How many of its significant bits `dtype` loses in the tensor `s`, next to fp32's; NaN if that is not known"
-    if not s or s.sample is None or ref.sample is None: return math.nan
-    d,rounding = deviation(s.sample, ref.sample),torch.finfo(dtype).eps/2
-    return math.log2(min(max(d/rounding, 1.), 1/rounding)) if d<math.inf else math.nan # where all samples are the same
-
 def _table(case):
     "The table of a `PrecisionReport`, from the run in fp32 and the one in half precision"
     fp32,half,modules = case.fp32,case.half,dict(case.model.named_modules())
@@ -46,7 +40,7 @@ def _table(case):
         res = {'module':f.name, col:m.top/case.scale if 'grad' in col else m.top}
         limit = case.dtype if is_half.get(s.key, False) or f.name not in in_fp32 and col!='weight_grad' else torch.float32
         if m.top>0: res['bits'] = math.log2(torch.finfo(limit).max/m.top)
-        if col=='output' and half: res['lost'] = _bits_lost(half.seen.get(s.key), s, case.dtype)
+        if col=='output' and half and (h := half.seen.get(s.key)): res['lost'] = bits_lost(h.sample, s.sample, case.dtype)
         if col=='gradient': res.update(some=m.some, flushed=m.flushed, subnormal=m.subnormal)
         return res
     frames = [f for f in fp32.frames if f.name in modules and has_code(modules[f.name])] # without the loss function and plain containers

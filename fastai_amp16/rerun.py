@@ -24,8 +24,8 @@ def _is_ours(hook): return (getattr(getattr(hook, 'func', hook), '__module__', N
 
 def _with_true(hook, scale, grad):
     "Call `hook` with the true gradient; what has overflowed stays infinite, since the batch runs again for that"
-    res = hook(grad/scale)
-    return res if res is None else torch.where(grad.isfinite(), res*scale, grad)
+    if (res := hook(grad/scale)) is None: return None
+    return res*scale if grad.is_sparse else torch.where(grad.isfinite(), res*scale, grad)
 
 class Gradients:
     "The gradients that a backward pass of the learner reaches"

@@ -196,7 +196,7 @@ def test_true_gradients_after_order_10():
     for x,y in zip(a, b): torch.testing.assert_close(x, y, rtol=5e-3, atol=1e-3)
 
 @pytest.mark.parametrize('kw', [dict(init_scale=0.), dict(init_scale=-2.), dict(min_scale=-1.), dict(min_scale=8., max_scale=4.),
-                                dict(on_spiral='hope'), dict(patience=0), dict(patience=1.5), dict(keep_fp32='lin')])
+                                dict(on_spiral='hope'), dict(patience=0), dict(patience=1.5), dict(rerun='no'), dict(keep_fp32='lin')])
 def test_bad_arguments_change_nothing(kw):
     learn = learner().to_bf16_dynamic()
     before = learn.mixed_precision

@@ -1,7 +1,7 @@
 "Programs of kinds that people report as broken in half precision, against fp32"
 from functools import partial
 import pytest,torch
-from fastai.basics import Callback,CancelBatchException,Learner,nn,set_seed
+from fastai.basics import Callback,CancelBatchException,Learner,OptimWrapper,nn,set_seed
 from fastai_amp16.all import *
 from common import Do,between,both,fit,learner,plain_mlp,weights
 
@@ -114,6 +114,20 @@ def test_hooks_on_parameters_see_true_gradients(first):
     assert again.mixed_precision.n_rerun>0
     for o in (learn,again):
         for p,q in zip(weights(o), weights(ref)): torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-3)
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb,self.head = nn.Embedding(8, 4, sparse=True),nn.Linear(8, 1)
+    def forward(self, x): return self.head(self.emb(x[:,:2].abs().long()).flatten(1))
+
+def test_hooks_on_sparse_gradients_see_true_ones():
+    def fitted(to):
+        learn,seen = learner(Words, opt_func=partial(OptimWrapper, opt=torch.optim.SGD)),[]
+        learn.model.emb.weight.register_hook(lambda g: (seen.append(g.to_dense().norm().item()), g/2)[1])
+        fit(learn.to_fp16_dynamic(init_scale=2.**10) if to else learn, 1)
+        return seen[-4:]
+    assert fitted(True)==pytest.approx(fitted(False), rel=2e-2)
 
 # Half precision that is meant
 
