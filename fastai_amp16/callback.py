@@ -195,7 +195,7 @@ class DynamicMixedPrecision(MixedPrecision):
     # Events of a batch
 
     def before_batch(self): pass # a batch begins when all callbacks have prepared it
-    def after_pred(self): self.learn.pred = cast_floats(self.pred, objects=True)
+    def after_pred(self): self.learn.pred = cast_floats(self.pred, objects=3)
     def after_loss(self): # of predictions in what nobody can look into, a generator, say
         loss = self.learn.loss
         if isinstance(loss, Tensor) and loss.dtype in half_types: self.learn.loss_grad = self.learn.loss = loss.float()

@@ -61,9 +61,10 @@ def wrong_first(
     return [('forward',f) for f in itertools.islice((f for f,where,s in run.events if where=='out' and is_wrong(f, s)), 1)]
 
 # %% ../nbs/12_case.ipynb #f2d4b397
-def _ends(case, rec, loss):
-    "Does the batch end before its backward pass, since nothing else has to be known?"
+def _ends(case, rec, loss=None):
+    "Does the batch end before its backward pass, since nothing else has to be known? Without `loss`, only note the gradients"
     rec.waits = False
+    if loss is None: return rec.end_backward(case.batches.gradients)
     if not case.backward: return True
     bad = case.ranks.some(not rec.modules and not loss.isfinite().all())
     rec.finite = rec.finite and not bad
@@ -87,9 +88,9 @@ def _run(case, rec, loss_func, plan):
         except Exception as e: rec.fail(e)
         rec.on,rec.pred,loss = False,cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
         results = loss if len(learn.yb) and loss is not None else rec.pred
-        batches.gradients.end_backward()
+        if learn.training and rec.total is None: rec.end_backward(batches.gradients) # a learner's own training step, without events
         rec.infinite = math.isnan(batches.model_state.verdict('cpu'))
-        rec.read(results, batches.gradients.params.values() if learn.training else [], batches.model_state.carried())
+        rec.read(results, batches.model_state.carried())
 
 def _record(case, modules, plan=None, scale=1., **kwargs):
     "Run all batches and record what goes through the modules, or the exception that they raise; then restore everything"

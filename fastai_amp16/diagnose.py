@@ -163,7 +163,9 @@ def _operation(case, phase, frame, half):
     if ops and is_users: return ops[0]
     return next(f for f in half.frames if f.name==frame.name and not f.op) if frame.op else frame
 
-def _line(error): return (str(error) or type(error).__name__).splitlines()[0].rstrip('.')
+def _line(error):
+    says = str(error).strip().partition('\n')[0].rstrip('.')
+    return type(error).__name__+(f' ({says})' if says else '')
 
 def _rounded(case, what, ref, taken):
     "A sentence that says which numbers half precision rounds too much"
@@ -186,7 +188,7 @@ def _said(case, phase, frame, half):
         return f"The derivative of {what} is not finite in {kind}, {low}at the loss scale {scale:g}; in fp32 it is finite."
     taken,ref,open_ = top_of('in'),top_of('out'),half.open
     if open_ and open_.name==frame.name and (frame.op is None or open_.call==frame.call): # others may overflow before this one raises
-        return f"{what} raises in {kind}: {_line(half.error)}."
+        return f"{half.hook or what} raises in {kind}: {_line(half.error)}."
     if phase=='loss': return f"{what} is not finite for predictions rounded to {kind}; in fp32 it is at most {ref:.3g}."
     if ref>top: return f"{what} gives numbers up to {ref:.3g}, but the largest {kind} number is {top:g}."
     if taken>top: return f"{what} takes in numbers up to {taken:.3g}, but the largest {kind} number is {top:g}."
@@ -242,7 +244,7 @@ def diagnose(
         report = _report(case, note, all_buffers)
         case.ranks.gather() # has any of them failed?
     except Exception as e:
-        if not isinstance(e, RankFailed): case.ranks.fail(f'raises {type(e).__name__} ({_line(e)})')
+        if not isinstance(e, RankFailed): case.ranks.fail(f'raises {_line(e)}')
         raise
     return report
 
@@ -341,7 +343,7 @@ def _of_this_rank(case, error):
     except Exception as e:
         e.__traceback__ = None # its frames refer to `e`
         memory,by_fp32 = isinstance(e, (MemoryError,torch.OutOfMemoryError)),case.fp32 is not None and e is case.fp32.error
-        why = f"{'in fp32 the batch' if by_fp32 else 'it'} raises {type(e).__name__} ({_line(e)})"
+        why = f"{'in fp32 the batch' if by_fp32 else 'it'} raises {_line(e)}"
         if memory: why = "there is not enough memory to run the batch in fp32"
         if by_fp32 and error is not None: return None,Verdict.raises,None
         return None,Verdict.no_fp32 if memory or by_fp32 else Verdict.unknown,why

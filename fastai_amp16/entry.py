@@ -153,7 +153,7 @@ class Entry:
         self.passes += 1
         self.casts.begin(m)
         with self._plan.autocast(): res = self._inside(run, m, args, kwargs)
-        res = cast_floats(res, objects=True)
+        res = cast_floats(res, objects=3)
         if torch.is_grad_enabled():
             came_in = [t.grad_fn or t.view_as(t).grad_fn for t in tensors((args,kwargs)) if t.requires_grad]
             for t in tensors(res):

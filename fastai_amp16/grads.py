@@ -9,6 +9,7 @@ __all__ = ['grad_params', 'grad_values', 'total_norm', 'scale_grads', 'read_all'
 from operator import attrgetter
 from fastai.basics import *
 from torch.nn.utils import get_total_norm
+from .nested import stored
 from .private import multiply_all
 
 # %% ../nbs/05_grads.ipynb #7d950e1f
@@ -22,7 +23,7 @@ def grad_values(
     params:list # Parameters with gradients
 ) -> list: # Tensors to read; the values of sparse gradients, summed where an index comes more than once
     "The gradients of `params`"
-    return [g.coalesce().values() if g.is_sparse else g for g in [p.grad for p in params]]
+    return [stored(p.grad) for p in params]
 
 _few = 2**18 # numbers, which are copied to one tensor faster than each tensor is read by itself
 

@@ -235,7 +235,7 @@ def _refuse(model, params):
     if any(hasattr(p, 'device_mesh') for p in params) or any(type(m).__name__=='FullyShardedDataParallel' for m in model.modules()):
         raise ValueError("The model is sharded (FSDP), and FSDP has its own mixed precision: use its MixedPrecision or "
                          "MixedPrecisionPolicy, with bf16.")
-    half = next((f'{n} is {p.dtype}' for n,p in model.named_parameters() if p.dtype in half_types), None)
+    half = next((f'{n} is {p.dtype}' for n,p in model.named_parameters() if p.requires_grad and p.dtype in half_types), None)
     if half: raise ValueError(f"The parameters must be fp32 master weights, but {half}: call model.float() before training.")
     dev = params[0].device.type
     if not torch.amp.is_autocast_available(dev):
@@ -247,8 +247,8 @@ class PrecisionPlan:
 
     Norms compute in fp32. So do the modules that `keep_fp32` names, with all modules inside them; a name that ends with a dot means the
     module's own code without the modules inside (`'.'` is the model's own code). autocast casts the weights of the others as it needs them:
-    the parameters are fp32 master weights at every moment. Raises `ValueError` for a model without parameters, with half-precision
-    parameters or on a device without autocast, and for an entry of `keep_fp32` that names no module.
+    the parameters are fp32 master weights at every moment. Raises `ValueError` for a model without parameters, with trained parameters
+    in half precision or on a device without autocast, and for an entry of `keep_fp32` that names no module.
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740): master weights"""
     def __init__(self,

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_exporting', 'compiled_call', 'in_backward', 'in_func', 'knows_bf16', 'compiled', 'inside_compiled', 'version',
-           'buffers_of', 'marks', 'autocast_nesting', 'ThreadState']
+           'hooks_of', 'buffers_of', 'marks', 'autocast_nesting', 'ThreadState']
 
 # %% ../nbs/01b_private.ipynb #aeb5449b
 from contextlib import nullcontext
@@ -48,6 +48,12 @@ def version(
 ) -> int:
     "How often operations in place have written to `t` (writes to `t.data` do not count); without the name, no write is seen"
     return getattr(t, '_version', 0)
+
+def hooks_of(
+    t:Tensor # A leaf, such as a parameter
+) -> dict: # Functions by number
+    "The hooks on the gradient of `t`, which torch takes from this dict in a backward pass; without the name, they see scaled gradients"
+    return getattr(t, '_backward_hooks', None) or {}
 
 def buffers_of(
     m:nn.Module # Any module

@@ -6,7 +6,7 @@
 __all__ = ['loss_name', 'Measured', 'sampled', 'Recording']
 
 # %% ../nbs/08b_record.ipynb #0b88aae7
-import math,sys
+import math,sys,traceback
 from collections import Counter
 from typing import NamedTuple
 from weakref import ref
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.overrides import TorchFunctionMode
 from .grads import grad_values
-from .nested import half_types,replace,tensors
+from .nested import half_types,replace,stored,tensors
 from .precision import PrecisionPlan,convs
 from .private import in_backward,is_functorch_wrapped,no_torch_function,version
 
@@ -33,8 +33,7 @@ class Measured(NamedTuple):
 def _measure(t, dtype=None):
     "The numbers of a `Measured` as a tensor on the device, without waiting for it; with what `dtype` would lose, if given"
     with no_torch_function(), torch.no_grad():
-        a = t.detach()
-        if a.is_sparse: a = a.coalesce().values()
+        a = stored(t.detach())
         if a.numel()>_at_once:
             a = a.squeeze() # or it could not be split along the first dimension
             parts = torch.stack([_measure(o, dtype) for o in a.split(max(1, _at_once*len(a)//a.numel()))])
@@ -111,6 +110,14 @@ def _is_ours(f):
     name = f.f_globals.get('__name__', '')
     return name.startswith('fastai_amp16.') and name!='fastai_amp16.demo'
 
+def _hook_that_raised(e):
+    "The hook on a module that raised `e`, in words; `None` if no hook did"
+    frames = [f.f_code for f,_ in traceback.walk_tb(e.__traceback__)]
+    called = [g for f,g in zip(frames, frames[1:]) if f.co_filename==nn.modules.module.__file__!=g.co_filename]
+    if not called or called[-1].co_name=='forward': return None
+    code = called[-1]
+    return f'The hook `{code.co_name}` (line {code.co_firstlineno} of {Path(code.co_filename).name})'
+
 def _has_numbers(t): return not (t.is_nested or is_functorch_wrapped(t))
 def _key(t): return id(t),0 if t.is_inference() else version(t)
 def _is_plain(t): return _has_numbers(t) and t.layout==torch.strided and t.is_floating_point()
@@ -141,6 +148,7 @@ class Recording(TorchFunctionMode):
         self.without_graph,self.again = set(),0 # modules that ran without a graph in a checkpoint; how many of them are running again
         self.error,self.open,self.on,self.pred,self.carried,self.finite = None,None,False,None,Counter(),True # finite so far
         self.infinite = False # are predictions infinite, or what the run leaves in modules?
+        self.total = self.hook = None # the norm of the gradients, as a tensor; the hook that raised, in words
 
     def __reduce__(self): return Recording, (nn.Identity(),) # a copied module is not recorded, and a hook that is off does no harm
 
@@ -263,8 +271,8 @@ def fail(self:Recording,
     e:Exception # What the batch raised
 ):
     "Note the first exception, and which call raised it"
+    if self.error is None: self.error,self.open,self.hook = e,self.stack[-1] if self.stack else None,_hook_that_raised(e)
     e.__traceback__ = None # it would keep tensors alive
-    if self.error is None: self.error,self.open = e,self.stack[-1] if self.stack else None
 
 @patch
 def end(self:Recording):
@@ -273,14 +281,21 @@ def end(self:Recording):
     for h in self.handles: h.remove()
 
 @patch
+def end_backward(self:Recording,
+    gradients # The `Gradients` of the batches
+):
+    "Note the norm of the gradients, which must be finite"
+    gradients.end_backward()
+    grads = grad_values([p for p in gradients.params.values() if p.grad is not None])
+    self.total = get_total_norm(grads) if grads else None
+
+@patch
 def read(self:Recording,
     results=(), # Tensors that must be finite, in addition to the gradients
-    params:list=(), # Parameters whose gradients must be finite
     carried:list=() # Pairs of a name and a tensor: what modules carry to the next batch
 ):
     "Read all measures in one transfer from the device; set `finite` to whether `results` and gradients are finite"
-    grads = grad_values([p for p in params if p.grad is not None])
-    ends = [*tensors(results), *([get_total_norm(grads)] if grads else ())]
+    ends = tensors([results, self.total])
     at = [(s,k) for s in {*self.seen.values()} for k in ('value','grad') if getattr(s, k) is not None]
     self.left = sampled(carried)
     self.infinite = self.infinite or any(m.nonfinite for m in _read([*map(_measure, tensors(self.pred))]))
@@ -289,4 +304,4 @@ def read(self:Recording,
     for (n,_),m in zip(carried, measures[len(at)+len(ends):]): self.carried[n] += m.nonfinite
     bad = any(m.nonfinite for m in measures[len(at):len(at)+len(ends)])
     self.finite = self.finite and self.error is None and not bad
-    self.norm = measures[len(at)+len(ends)-1].top if grads else 0. # of the gradients
+    self.norm = 0. if self.total is None else measures[len(at)+len(ends)-1].top # of the gradients

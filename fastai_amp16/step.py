@@ -12,10 +12,10 @@ from enum import Enum
 from weakref import ref
 from fastai.basics import *
 from .grads import grad_params,grad_values,total_norm
-from .nested import tensors
+from .nested import stored,tensors
 from .private import no_torch_function,version
 from .ranks import NeedsOthers,Ranks
-from .rerun import Batches,Left,not_faults
+from .rerun import Batches,Left,may_be_halfs,not_faults
 from .scaler import DynamicScaler
 
 # %% ../nbs/09_step.ipynb #20cfd3dd
@@ -87,7 +87,7 @@ class Step:
     # the present attempt
     kind:Next = Next.again # In half precision (`again`), or in fp32 (`fp32`, or `reference`, which takes no step)
     scale:float = 1. # The loss scale
-    ends:Callable = None # In a look: takes the loss, and says whether the batch ends before the backward pass
+    ends:Callable = None # In a look: takes the loss, and says whether the batch ends before the backward pass; without a loss, it ends
     outcome:Outcome = None # What came out, as far as known
     norm:float = None # Norm of the gradients
     next:tuple = None # What comes next, from `what_next`
@@ -113,6 +113,11 @@ class Step:
     def is_skipped(self) -> bool:
         "Is it decided that the step is skipped?"
         return self.next is not None and self.next[0] is Next.skip
+
+    @property
+    def is_left(self) -> bool:
+        "Was the attempt left, since it cannot be used? It stays so if somebody's `except` has caught `Left`"
+        return self.next is not None and self.next[0] not in (Next.step,Next.skip)
 
     @property
     def is_decided(self) -> bool:
@@ -198,11 +203,12 @@ class Step:
         waits:bool=False # May more gradients come before the step?
     ) -> Next: # Either to take the step or to skip it; `None` if nothing is decided yet
         "Judge the gradients and decide what comes next; leave the attempt if the batch runs again"
-        if self.ends: raise Left
+        if self.ends: self.ends()
+        if self.ends or self.is_left: raise Left
         self.judge()
         if self.outcome is None or waits and self.outcome is Outcome.fine: return None
         what = self.next[0] if self.next else self.decide()
-        if what not in (Next.step,Next.skip): raise Left
+        if self.is_left: raise Left
         return what
 
     def search_anew(self):
@@ -241,8 +247,6 @@ def what_next(
     return (Next.fp32 if step.can_heal else Next.skip),None
 
 # %% ../nbs/09_step.ipynb #26736a76
-_may_be_halfs = (RuntimeError,ValueError,TypeError,ArithmeticError) # half precision raises no others
-
 @patch
 def attempt(self:Step,
     go, # Function that makes the attempt
@@ -252,14 +256,13 @@ def attempt(self:Step,
     passes,before = self.batches.entry.passes,[*map(ref, self._results())]
     try:
         go()
-        return self._is_judged(passes) or self._judge_results(before)
+        return not self.is_left and (self._is_judged(passes) or self._judge_results(before))
     except Left: return False
     except not_faults as e:
-        if not self._accepts(e, passes, before): return False
+        if self.is_left or not self._accepts(e, passes, before): return False
         raise
-    except torch.OutOfMemoryError: raise
-    except _may_be_halfs as e:
-        done = self._raised(e, f)
+    except Exception as e:
+        done = False if self.is_left else self._raised(e, f)
         if done is None: raise # here and not elsewhere: another frame that refers to `e` would keep it and its contexts alive
         return done
 
@@ -280,10 +283,10 @@ def _accepts(self:Step, e, passes, before):
 
 @patch
 def _results(self:Step):
-    "Predictions and loss of the batch, or of one before it"
-    learn = self.batches.learn
+    "Predictions and loss of the batch, or of one before it; the loss alone where fp32's predictions were found to be infinite, too"
+    learn,watches = self.batches.learn,self.batches.model_state.watches
     with no_torch_function():
-        return [t for k in (('pred','loss') if len(learn.yb) else ('pred',)) for t in tensors(vars(learn).get(k))]
+        return [t for k in ('pred',)*watches+('loss',)*(len(learn.yb)>0) for t in tensors(vars(learn).get(k))]
 
 @patch
 def _judge_results(self:Step, before=(), raised=False):
@@ -292,7 +295,7 @@ def _judge_results(self:Step, before=(), raised=False):
         self.fruitless += self.unusable
         return True
     ts = [] if raised else [t.detach() for t in self._results() if not any(t is b() for b in before)]
-    ts,device = [t.coalesce().values() if t.is_sparse else t for t in ts],self.batches.model_state.params[0].device
+    ts,device = [*map(stored, ts)],self.batches.model_state.params[0].device
     bad = ~torch.stack([t.isfinite().all().to(device) for t in ts]).all() if ts else torch.tensor(raised, device=device)
     bad = self.ranks.read([bad.float()+(self.silent and not self.in_fp32)])[0]
     if not bad and self.kind is not Next.reference: return True
@@ -307,8 +310,9 @@ def _raised(self:Step, e, f):
     if isinstance(e, NeedsOthers):
         e.__cause__,self.error = self.error,None
         return None
+    if self.decided_at is not None or not self.rerun or not may_be_halfs(e, self.batches.learn): return None
     if self.error is not None: self.raise_first() # fp32 raises as well
-    if self.decided_at is not None or not self.rerun: return None # raised by the optimizer
+    if isinstance(e, (MemoryError,torch.OutOfMemoryError)): return None # fp32 needs more
     if self.in_fp32:
         if self.kind is Next.fp32 or self.ranks.size>1: return None
         self.search_anew() # as half precision can run this batch, and fp32, which was only asked, cannot

@@ -409,7 +409,7 @@ def test_history_plot_and_metrics_tell_of_reruns_and_skips():
                     cbs=[GradientNormClip(1.), Outlier(4), Poison({8}, 'forward')]).to_fp16_dynamic()
     fit(learn, 1)
     mp,h = learn.mixed_precision,learn.mixed_precision.history
-    assert list(h.columns)==['step','loss_scale','reruns','skipped','grad_norm'] and len(h)==15
+    assert list(h.columns)=='step fit kind epoch lr loss_scale reruns skipped grad_norm'.split() and len(h)==15
     assert mp.n_rerun==h.reruns.sum() and mp.n_skipped==h.skipped.sum()==1 and h.skipped[8] and math.isnan(h.grad_norm[8]) and h.reruns[4]>0
     scale,skips,norm = learn.recorder.values[-1][-3:]
     assert scale==mp.scaler.get_scale() and skips==1 and norm==pytest.approx(h.grad_norm[~h.skipped].mean())

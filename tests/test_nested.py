@@ -121,11 +121,11 @@ def test_objects_are_looked_into_where_asked(make, get):
     t = torch.ones(3, dtype=torch.float16)
     o = make(t)
     assert cast_floats(o) is o and get(o) is t
-    res = cast_floats(o, objects=True)
-    assert type(res) is type(o) and get(res).dtype==torch.float32 and get(o) is t and cast_floats(res, objects=True) is res
+    res = cast_floats(o, objects=1)
+    assert type(res) is type(o) and get(res).dtype==torch.float32 and get(o) is t and cast_floats(res, objects=1) is res
 
 def test_modules_functions_and_classes_are_left_alone():
-    for o in (nn.Linear(2,2).half(), Simple, lambda: 3, len): assert cast_floats(o, objects=True) is o
+    for o in (nn.Linear(2,2).half(), Simple, lambda: 3, len): assert cast_floats(o, objects=1) is o
 
 def test_sets_views_of_dicts_and_tuples_with_attributes():
     class Named(tuple):

@@ -136,7 +136,7 @@ def _nav():
     "What stands in the menu"
     def named(nbs): return [{title(o): pages[o]} for o in nbs]
     def sources(folder): return [{o.name: pages[o]} for o in scripts if o.parent.name==folder]
-    order = 'learner callback doctor exam report history clip optimizer precision scaler'.split() # as you need them
+    order = 'learner callback messages doctor exam report history clip optimizer precision scaler'.split() # as you need them
     called = sorted(filter(is_for_all, library), key=lambda o: order.index(_stem(o)))
     others = [o for o in library if o not in called]
     parts = [{'All calls': pages[reference]}, {'For training': named(called)}, {'For those who read the code': named(others)}]
