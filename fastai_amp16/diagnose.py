@@ -33,9 +33,8 @@ def _measured(f):
 
 def _bits_lost(s, ref, dtype):
     "How many of its significant bits `dtype` loses in the tensor `s`, next to fp32's; NaN if that is not known"
-    if not s or s.sample is None or ref.sample is None: return math.nan
-    d,rounding = deviation(s.sample, ref.sample),torch.finfo(dtype).eps/2
-    return math.log2(min(max(d/rounding, 1.), 1/rounding)) if d<math.inf else math.nan # where all samples are the same
+    d,most = deviation(*[[o.sample] if o and o.sample is not None else [] for o in (s,ref)]),2/torch.finfo(dtype).eps
+    return math.log2(min(max(d*most, 1.), most)) if s and s.sample is not None and d<math.inf else math.nan # infinite: samples are alike
 
 def _table(case):
     "The table of a `PrecisionReport`, from the run in fp32 and the one in half precision"
@@ -276,8 +275,7 @@ def _found_silent(case, plain):
     ranks = case.ranks
     deviates = ranks.some(case.is_wrong(plain))
     if deviates:
-        case.make_controls()
-        # if predictions differ from run to run, a deviation proves nothing
+        case.make_controls() # if predictions differ from run to run, a deviation proves nothing
         deviates = not ranks.some(case.is_wrong(case.run_fp32(modules=False))) and case.is_wrong(plain)
     case.silent = ranks.some(case.spoilt(plain) or deviates)
     return case.faults(case.half)
