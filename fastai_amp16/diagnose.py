@@ -270,8 +270,7 @@ def _found_silent(case, plain):
     ranks = case.ranks
     deviates = ranks.some(case.is_wrong(plain))
     if deviates:
-        case.make_controls()
-        # if predictions differ from run to run, a deviation proves nothing
+        case.make_controls() # if predictions differ from run to run, a deviation proves nothing
         deviates = not ranks.some(case.is_wrong(case.run_fp32(modules=False))) and case.is_wrong(plain)
     case.silent = ranks.some(case.spoilt(plain) or deviates)
     return case.faults(case.half)

@@ -238,6 +238,12 @@ def test_found_in_a_validation():
     mp = learn.mixed_precision
     assert mp.promoted and not mp.history.reruns.any() and deviation(predictions(learn), predictions(fp32))<0.2
 
+@pytest.mark.parametrize('name', ['argmax','chaotic','outputs near 0'])
+def test_the_doctor_says_nothing_of_rounding(name):
+    inputs,targets,model,*kwargs = healthy[name]
+    learn = learner(inputs, targets, model, **(kwargs[0] if kwargs else {})).to_bf16_dynamic()
+    assert not [o for o in learn.fp16_doctor() if o.severity!='info']
+
 def test_a_healthy_fit_makes_few_forward_passes_more():
     "Of 100 steps and four validations"
     calls = []
