@@ -203,8 +203,9 @@ class Step:
         waits:bool=False # May more gradients come before the step?
     ) -> Next: # Either to take the step or to skip it; `None` if nothing is decided yet
         "Judge the gradients and decide what comes next; leave the attempt if the batch runs again"
-        if self.ends: self.ends()
-        if self.ends or self.is_left: raise Left
+        if self.ends:
+            self.ends()
+            raise Left
         self.judge()
         if self.outcome is None or waits and self.outcome is Outcome.fine: return None
         what = self.next[0] if self.next else self.decide()
