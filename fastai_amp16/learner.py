@@ -7,7 +7,7 @@ __all__ = ['running', 'looking', 'training_case']
 
 # %% ../nbs/19_learner.ipynb #ad73d8b6
 from contextlib import nullcontext
-from inspect import signature
+from inspect import cleandoc,signature
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision,ModelToHalf,NonNativeMixedPrecision
 from fastai.callback.schedule import LRFinder
@@ -54,7 +54,7 @@ def _use(learn, mode, kwargs):
 def _explained(f):
     "Add a line for each argument to the docstring, for `?` and `help`"
     lines = [f"{k}={o.default!r}: {' '.join(o.docment.split())}" for k,o in docments(f, full=True).items() if o.docment and k!='return']
-    f.__doc__ = '\n    '.join([f'{f.__doc__}\n', 'Arguments:', *lines])
+    f.__doc__ = '\n'.join([cleandoc(f.__doc__), '', 'Arguments:', *lines])
     return f
 
 @patch

@@ -36,7 +36,7 @@ class Gradients:
     ):
         self.learn,self.model_state = learn,model_state
         ps = self.params.values() if learn.training else ()
-        self.before = [(p,p.grad,p.grad.clone() if carried and p.grad is not None else None) for p in ps]
+        self.before = [(p,p.grad,p.grad.detach().clone() if carried and p.grad is not None else None) for p in ps]
         self.scale = 1. # what they are multiplied by now
         self.hooks = [] # dicts of hooks that see true gradients now, with the hooks themselves
         self.leaves = {} # tensors outside the model that get gradients from the loss, with the gradients they had before
@@ -102,8 +102,7 @@ class Gradients:
         "Restore the gradients of the start of the step: `None`, zeros, with which momentum and decay continue, or what was left before it"
         self.scale,self.true_loss = 1.,None
         self.show(1.)
-        with torch.no_grad():
-            for p,g,copy in self.before: p.grad = g if g is None else g.detach_().zero_() if copy is None else g.detach_().copy_(copy)
+        for p,g,copy in self.before: p.grad = g if g is None else g.detach_().zero_() if copy is None else g.detach_().copy_(copy)
         for t,g in self.leaves.items(): t.grad = g if g is None else g.clone()
 
 # %% ../nbs/08c_rerun.ipynb #9d70d90e

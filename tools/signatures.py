@@ -120,8 +120,8 @@ def signature(name, o, elsewhere=()) -> str:
     elif isinstance(o, type) and issubclass(o, Enum):
         parts = [f'{fence}\nclass {name}(Enum)\n```', o.__doc__, table([[_code(m.name), _cell(m.value)] for m in o], ['Member', 'Meaning'])]
     else:
-        params,doc = parameters(o),o.__doc__.split('\n\n    Arguments:')[0] # which the table has, too
-        ours = [f"{fence}\n{'class '*isinstance(o, type)}{call(name, params)}\n```", inspect.cleandoc(doc), parameter_table(params)]
+        params,doc = parameters(o),inspect.cleandoc(o.__doc__).split('\n\nArguments:')[0] # which the table has, too
+        ours = [f"{fence}\n{'class '*isinstance(o, type)}{call(name, params)}\n```", doc, parameter_table(params)]
         parts = ours+(method_tables(name, o, elsewhere) if isinstance(o, type) else [])
     label = name.split('.')[-1]
     return '\n\n'.join([f'### `{name}` {{ #{name} data-toc-label="{label}" }}', *filter(None, parts)])
