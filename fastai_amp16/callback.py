@@ -26,7 +26,6 @@ from .history import History,fp32_first
 from .messages import (bare_step,cannot_rerun,check_keywords,loose_backward,refuse_second_precision,static_overflow,
                                    stop_early,warn_of_slow_half,warn_user)
 
-
 # %% ../nbs/18_callback.ipynb #c5961e06
 def _prepare_learners():
     "Import what a `Learner` needs, in case only this module was imported before the callback was made or unpickled"
@@ -355,8 +354,9 @@ class DynamicMixedPrecision(MixedPrecision):
             raise
         finally:
             step = self.step
-            if step: step.batches.end()
-            if step: self.log.fruitless,step.fruitless = self.log.fruitless+step.fruitless,0
+            if step:
+                step.batches.end()
+                self.log.fruitless,step.fruitless = self.log.fruitless+step.fruitless,0
             if not training: self.step = outer
             elif step and self.learn is not None: self.end_batch(goes_on, cancelled)
 

@@ -134,7 +134,7 @@ class _Exam:
         "A warning of the first operation whose results are wrong though finite, farther off than rounding explains"
         if not wrong_first(self.half): return
         if not self.case.controls: self.case.make_controls()
-        found = {f.call: f for _,f in wrong_first(self.half, self.case.controls[0])}
+        found = {f.call for _,f in wrong_first(self.half, self.case.controls[0])}
         for n in self.nodes:
             if n.frame.call not in found or (s := self.seen(n)) is None or s.sample is None: continue
             off,top = deviation(s.sample, s.ref.sample),max(o.value.top for o in (*n.frame.ins,*n.frame.outs) if o.value)

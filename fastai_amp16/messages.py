@@ -162,4 +162,3 @@ def stop_early(
     for cb in unsaved: cb.run = False # fastai switches it on again after the fit
     if unsaved: mp.stopped += " `SaveModelCallback` has saved nothing in this fit, so it loads nothing: learn.save('model') keeps them."
     warn_user(mp.stopped)
-

@@ -80,7 +80,6 @@ def as_fastais(
     opt = f([torch.zeros(1)], lr=0., **{'mom':1., **kwargs}) # averages the gradient, which changes nothing for a `mom` of 0
     return partial(Optimizer, cbs=list(opt.cbs), **{**opt.hypers[0], 'lr':0., 'mom':kwargs.get('mom', 0.)})
 
-
 # %% ../nbs/04_optimizer.ipynb #c76510f1
 def _like(p, t):
     "`t` with the strides of `p`, or with dense strides if `p` is a view with gaps; copied only if needed"

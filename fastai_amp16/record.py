@@ -298,8 +298,8 @@ def read(self:Recording,
     ends = tensors([results, self.total])
     at = [(s,k) for s in {*self.seen.values()} for k in ('value','grad') if getattr(s, k) is not None]
     self.left = sampled(carried)
-    self.infinite = self.infinite or any(m.nonfinite for m in _read([*map(_measure, tensors(self.pred))]))
-    measures = _read([*(getattr(*o) for o in at), *map(_measure, (*ends, *(t for _,t in carried)))])
+    measures = _read([*(getattr(*o) for o in at), *map(_measure, (*ends, *(t for _,t in carried), *tensors(self.pred)))])
+    self.infinite = self.infinite or any(m.nonfinite for m in measures[len(at)+len(ends)+len(carried):])
     for o,m in zip(at, measures): setattr(*o, m)
     for (n,_),m in zip(carried, measures[len(at)+len(ends):]): self.carried[n] += m.nonfinite
     bad = any(m.nonfinite for m in measures[len(at):len(at)+len(ends)])

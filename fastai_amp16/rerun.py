@@ -18,7 +18,6 @@ from .precision import PrecisionPlan
 from .private import hooks_of,no_torch_function
 from .snapshot import LearnerState,ModelState
 
-
 # %% ../nbs/08c_rerun.ipynb #b932aa01
 def _is_ours(hook): return (getattr(getattr(hook, 'func', hook), '__module__', None) or '').startswith('fastai_amp16.')
 

@@ -89,7 +89,7 @@ class _Again:
 class _Attributes:
     "The attributes of some objects, with what is in them; `but` are names of others"
     def __init__(self, dicts, but, records=False):
-        self.dicts,self.but,self.records,self.tensors,self.size = dicts,but,records,_Tensors(),None
+        self.dicts,self.but,self.records,self.tensors,self.size,self.iterators = dicts,but,records,_Tensors(),None,[]
 
     def values(self):
         "Their values; the `places` of these are looked up again if there are others"
@@ -106,7 +106,7 @@ class _Attributes:
         its = [i for i,v in enumerate(values) if _is_iterator(type(v))] if any(map(_is_iterator, {*map(type, values)})) else []
         for i in its:
             if type(values[i]) is not _Again: places[i][0][places[i][1]] = values[i] = _Again(values[i], self)
-        its = [(values[i],values[i].at) for i in its]
+        self.iterators,its = [places[i] for i in its],[(values[i],values[i].at) for i in its]
         values = notes.values(values)
         notes.back.append(self.tensors.note([*notes.tensors, *more]))
         def put_back():
@@ -120,11 +120,10 @@ class _Attributes:
 
     def end(self):
         "Put the iterators themselves back in their places, after what they would give again"
-        for d,k in self.places if self.size else ():
+        for d,k in self.iterators:
             it = d.get(k)
             if type(it) is not _Again or it.owner is not self: continue
             d[k] = chain([o for o,_ in it.given[it.at:]], it.it) if it.at<len(it.given) else it.it
-
 
 # %% ../nbs/07_snapshot.ipynb #52ffa5ff
 _torchs = {*vars(nn.Module()), 'forward', compiled_call, '__reduce_ex__'} # attributes of torch, and those of stand-ins
