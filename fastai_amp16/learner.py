@@ -236,12 +236,13 @@ def __getstate__(self): # a learner that you export or copy during a fit is not 
     state = {k: v for k,v in _fastais_getstate(self).items() if k not in ('_entry','_fitting','_exporting')}
     return _for_export(state) if '_exporting' in vars(self) else state
 
-@patch_to(Learner)
 @functools.wraps(_fastais_export)
-def export(self, *args, **kwargs):
+def _export(self, *args, **kwargs):
     self._exporting = True
     try: return _fastais_export(self, *args, **kwargs)
     finally: del self._exporting
+
+Learner.export = _export # fastai's own name, which `patch_to` would list as one of ours
 
 @patch_to(Learner)
 @functools.wraps(_fastais_events)
