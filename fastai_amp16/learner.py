@@ -345,7 +345,7 @@ def training_case(
     dl,entry = getattr(learn.dls, 'train', None),vars(learn).get('_entry') or Entry()
     stays = entry.model is not None # else its stand-ins are of this context
     device = torch.device(getattr(dl, 'device', None) or next(learn.model.parameters()).device)
-    with unchanged(learn, dl), _on(learn.model, device):
+    with ThreadState(device.type), unchanged(learn, dl), _on(learn.model, device):
         mode = getattr(vars(learn).get('mixed_precision'), 'amp_mode', None) # of fastai's mixed precision, or of another library's
         mp = running(learn) or DynamicMixedPrecision('bf16' if mode in ('bf16',AMPMode.BF16) else 'fp16')
         learn.remove_cbs(_mixed(learn)).add_cb(mp) # alone

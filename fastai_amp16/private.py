@@ -87,6 +87,9 @@ class ThreadState:
         self.functions = getattr(torch._C, '_get_torch_function_state', bool)()
         self.depths = _depth('function'),_depth('dispatch')
 
+    def __enter__(self): return self
+    def __exit__(self, *args): self.put_back()
+
     def put_back(self):
         "Leave what was entered since, modes first, as they would see the rest; a second call does nothing"
         functions,dispatch = self.depths

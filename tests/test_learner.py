@@ -18,7 +18,7 @@ from fastai_amp16.remedy import heal
 from fastai_amp16.learner import looking,training_case
 from fastai_amp16.snapshot import unchanged
 import hostile
-from common import Do,Poison,between,clean,equal,fit,learner,mse,state,times_and_back,weights
+from common import Do,Poison,between,clean,equal,fit,learner,mse,process_wide,state,times_and_back,weights
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
 
@@ -133,15 +133,25 @@ def test_after_a_ctrl_c_at_any_line_the_next_fit_is_an_ordinary_fit():
             with training_case(learn, b) as case: case.run()
         finally: sys.settrace(None)
         return count
-    total = run(0)
+    total,wide = run(0),process_wide()
     for k in (*range(1, total, 331), *range(total-250, total, 13)): # the last lines put everything back
         try: run(k)
         except KeyboardInterrupt: n += 1
+        assert process_wide()==wide, k
         steps = len(learn.mixed_precision.history)
         learn.create_opt()
         clean(fit(learn, 1))
         assert len(learn.mixed_precision.history)>=steps+4 and isinstance(learn.diagnose_fp16(b), PrecisionReport)
     assert n>20
+
+def test_contexts_of_torch_that_an_interrupted_report_has_not_left():
+    "A Ctrl-C may come before a `with` statement can leave its context"
+    learn,b = with_gradients()
+    wide,open_ = process_wide(),[torch._C.DisableTorchFunction(),torch.no_grad(),torch.autocast('cpu', dtype=torch.float16)]
+    with pytest.raises(KeyboardInterrupt), training_case(learn, b):
+        for o in open_: o.__enter__()
+        raise KeyboardInterrupt
+    assert process_wide()==wide
 
 def test_no_trace_where_code_holds_on_to_a_parameter():
     "A function that has captured one finds the original, and its gradient is put back"
