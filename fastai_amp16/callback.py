@@ -287,9 +287,10 @@ class DynamicMixedPrecision(MixedPrecision):
         step.batches.put_back()
         self.ranks.forget()
         if not step.can_rerun and overflows and s.is_enabled() and scaled>s.min_scale and s.dynamic:
-            self.log.skipped_in_a_row -= 1
             s.update(found_inf=True) # as a scaler does that skips
-        elif step.unusable or step.in_fp32 or step.fp32_first: self.log.fruitless += 1
+        else:
+            self.log.skipped_in_a_row += 1
+            self.log.fruitless += step.unusable or step.in_fp32 or step.fp32_first
         if step.static and overflows: self.say_once(static_overflow.format(scaled))
         elif not step.can_rerun and self.rerun: self.say_once(cannot_rerun)
         if self.log.skipped_in_a_row>=self.patience and self.on_spiral=='heal': self.end_fit()

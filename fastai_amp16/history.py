@@ -35,7 +35,7 @@ class History:
         self.steps.append((fit, self.fits[fit] if self.fits else '', epoch, lr, loss_scale, reruns, skipped, grad_norm))
         self.n_rerun += reruns
         self.n_skipped += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row+1 if skipped else 0 # skipped steps in a row
+        if not skipped: self.skipped_in_a_row = 0
         if reruns and not skipped: self.fruitless = 0
 
     @property

@@ -171,13 +171,13 @@ def _standing(learn, f):
         entry.leave()
         vars(learn).pop('_entry', None)
     try:
-        learn._entry = entry
-        mp = running(learn)
-        if learn._fitting or _can_compute_half(mp): mp.ready(entry)
-        f()
-    finally:
-        try: leave()
-        finally: leave() # once more, since a Ctrl-C may have come in the middle of it
+        try:
+            learn._entry = entry
+            mp = running(learn)
+            if learn._fitting or _can_compute_half(mp): mp.ready(entry)
+            f()
+        finally: leave()
+    finally: leave() # once more, since a Ctrl-C may have come before or within the first one
 
 def _can_compute_half(mp):
     "Can `learn.model` compute in half precision? A replacement during a validation may not"

@@ -10,18 +10,11 @@ def test_steps_are_counted():
     log = History()
     rows = (2.**16,5,False,1.),(2.**16,0,False,2.),(2.**16,1,True,math.inf),(2.**15,0,True,math.nan),(2.**15,2,False,3.)
     for row in rows: log.add(*row)
-    assert (log.n_rerun,log.n_skipped,log.skipped_in_a_row)==(8,2,0)
+    assert (log.n_rerun,log.n_skipped)==(8,2)
     df = log.frame()
     assert list(df.columns)==['step','fit','kind','epoch','lr','loss_scale','reruns','skipped','grad_norm']
     assert df.step.tolist()==[*range(5)] and df.skipped.dtype==bool
     assert df.reruns.tolist()==[5,0,1,0,2] and len(History().frame())==0 and History().frame().skipped.dtype==bool
-
-def test_skipped_steps_in_a_row_are_counted():
-    log,seen = History(),[]
-    for skipped in (1,1,0,1,1,1):
-        log.add(1., 0, bool(skipped), 1.)
-        seen.append(log.skipped_in_a_row)
-    assert seen==[1,2,0,1,2,3]
 
 def test_what_was_in_vain_is_looked_into_less_and_less_often():
     "The 1st, 8th, 64th and 512th bad batch in a row at once, the others when fp32 can hold them"
