@@ -144,7 +144,7 @@ def detour(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.Tanh(
 
 def _joined(rank, model, sync):
     with sync_bn_on_cpus():
-        learn,g = train(rank, model=model, sync_bn=sync, mp=dict(keep_fp32=nn.BatchNorm1d if sync else None))
+        learn,g = train(rank, model=model, sync_bn=sync)
         one,refs = as_one_process(g, model)
     close(g.grads, refs)
     norms = [list(o.mixed_precision.history.grad_norm) for o in (learn,one)]
