@@ -139,7 +139,6 @@ def _compare(**kwargs):
             print(''.join(format(v, _columns[k]) for k,v in row.items()), flush=True)
     return groups
 
-# %% ../nbs/25_demo.ipynb #4b0ef9f8
 @call_parse
 def main(
     epochs:int=12, # Epochs of each training

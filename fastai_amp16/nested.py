@@ -57,7 +57,6 @@ def tensors(
     replace(o, lambda t: res.append(t) or t)
     return [t for t in res if t.is_floating_point() or t.is_complex()]
 
-# %% ../nbs/01_nested.ipynb #a1f0c2d4
 def stored(
     t:Tensor # In any layout
 ) -> Tensor: # Strided

@@ -236,7 +236,6 @@ def _refuse(model, params):
     if not torch.amp.is_autocast_available(dev):
         raise ValueError(f"torch has no autocast for the device {dev!r}: move the model to another device.")
 
-# %% ../nbs/03_precision.ipynb #6d9a48ee
 class PrecisionPlan:
     """Which modules of `model` compute in fp32 in a forward pass, and which in half precision
 

@@ -112,7 +112,8 @@ class ScaledBackward(TorchFunctionMode):
         scale:float # The loss scale
     ):
         super().__init__()
-        self.gradients,self.scale,self.more = batches.gradients,scale,{'retain_graph':True} if batches.have_graphs else {}
+        with no_torch_function(): keeps = any(t.grad_fn is not None for t in tensors(batches.inputs)) # graphs from before the batch
+        self.gradients,self.scale,self.more = batches.gradients,scale,{'retain_graph':True} if keeps else {}
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not Tensor.backward: return func(*args, **(kwargs or {}))
         loss,*args = args
@@ -164,11 +165,6 @@ class Batches:
     def end(self):
         "Note that the current batch is over"
         for o in (self.entry.end_batch,self.model_state.end,self.learner_state.end): o()
-
-    @property
-    def have_graphs(self) -> bool:
-        "Do inputs have graphs from before the batch? A backward pass must not free them"
-        with no_torch_function(): return any(t.grad_fn is not None for t in tensors(self.inputs))
 
     @contextmanager
     def with_inputs(self,
