@@ -582,7 +582,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastai_amp16.rerun.Batches.can_rerun': ('rerun.html#batches.can_rerun', 'fastai_amp16/rerun.py'),
                                     'fastai_amp16.rerun.Batches.end': ('rerun.html#batches.end', 'fastai_amp16/rerun.py'),
                                     'fastai_amp16.rerun.Batches.has_changed': ('rerun.html#batches.has_changed', 'fastai_amp16/rerun.py'),
-                                    'fastai_amp16.rerun.Batches.has_written': ('rerun.html#batches.has_written', 'fastai_amp16/rerun.py'),
                                     'fastai_amp16.rerun.Batches.put_back': ('rerun.html#batches.put_back', 'fastai_amp16/rerun.py'),
                                     'fastai_amp16.rerun.Batches.run': ('rerun.html#batches.run', 'fastai_amp16/rerun.py'),
                                     'fastai_amp16.rerun.Batches.with_inputs': ('rerun.html#batches.with_inputs', 'fastai_amp16/rerun.py'),

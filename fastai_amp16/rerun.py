@@ -175,12 +175,8 @@ class Batches:
         try: yield
         finally: self.inputs = before
 
-    def has_written(self) -> bool:
-        "Has a weight changed since the start of the step, as far as torch's version counters tell?"
-        return self.model_state.weights()[:-1]!=self.weights[:-1]
-
     def has_changed(self) -> bool:
-        "Has a weight changed since the start of the step, also by a write to `p.data`? Waits for the GPU, unlike `has_written`"
+        "Has a weight changed since the start of the step, also by a write to `p.data`? Waits for the GPU"
         (*marks,few),(*before,copy) = self.model_state.weights(),self.weights
         return marks!=before or not all(map(torch.equal, few, copy))
 
