@@ -60,15 +60,13 @@ class GradientNormClip(Callback):
         self._fetch()
         return self._norms
 
-# %% ../nbs/07_clip.ipynb #f6ab9f0b
-@patch
-def plot(self:GradientNormClip,
-    ax=None # Matplotlib axes to draw on
-):
-    "Plot the norm of each step before clipping, and the norm at which it was clipped"
-    ax = ifnone(ax, plt.gca())
-    ax.plot(self.norms, lw=1, label='before clipping')
-    ax.axhline(self.max_norm, color='tab:red', ls='--', label=f'clipped at {self.max_norm:g}')
-    ax.set(xlabel='step', ylabel='gradient norm', yscale='log')
-    ax.yaxis.set_major_formatter('{x:g}')
-    ax.legend()
+    def plot(self,
+        ax=None # Matplotlib axes to draw on
+    ):
+        "Plot the norm of each step before clipping, and the norm at which it was clipped"
+        ax = ifnone(ax, plt.gca())
+        ax.plot(self.norms, lw=1, label='before clipping')
+        ax.axhline(self.max_norm, color='tab:red', ls='--', label=f'clipped at {self.max_norm:g}')
+        ax.set(xlabel='step', ylabel='gradient norm', yscale='log')
+        ax.yaxis.set_major_formatter('{x:g}')
+        ax.legend()

@@ -145,12 +145,11 @@ class Comparison:
     ):
         """Decide at the end of a step whether to compare in the next one
 
-        After the loss scale fell below 1, gradients may be finite only because wrong numbers were scaled to 0. Batches that write to
-        weights are not compared, since they would write twice."""
+        After the loss scale fell below 1, gradients may be finite only because wrong numbers were scaled to 0."""
         self.n += 1
         is_regular,fell = self.n==self.at,step.reruns>0 and step.scale<1
         if is_regular: self.at,self.gap = self.at+self.gap,min(2*self.gap, _most)
-        self.is_due = (is_regular or fell) and not step.ranks.some(step.batches.has_written())
+        self.is_due = is_regular or fell
 
     def knows(self,
         state:ModelState # Of the model

@@ -32,7 +32,7 @@ def heal(
     "Diagnose the batch, and do what `on_spiral` says about it"
     step = mp.step
     step.diagnoses += 1
-    with showing(mp.learn) as tell: d = diagnose_step(case_of(mp, f, tell), step.error)
+    d = diagnose_step(case_of(mp, f, showing(mp.learn)), step.error)
     what,step.unusable = after(d.verdict, mp.on_spiral, d.silent, d.error is not None, step.diagnoses>1, mp.training)
     step.failed = bool(d.failures)
     named = [r for r in d.reports if r.verdict!='scale'] # a lower scale is part of the history

@@ -76,10 +76,6 @@ class GradNorm(_StepMetric):
         return sum(norms)/len(norms) if norms else None
 
 # %% ../nbs/18_history.ipynb #1397dafb
-class _Plain(LogFormatter):
-    "Labels the ticks that `LogFormatter` does, without exponents"
-    def __call__(self, x, pos=None): return f'{x:g}' if super().__call__(x, pos) else ''
-
 def plot_history(
     df:pd.DataFrame, # `learn.mixed_precision.history`, or rows of it
     clipped_at=(), # Norms at which gradients are clipped
@@ -97,7 +93,7 @@ def plot_history(
     for norm in clipped_at: axs[1].axhline(norm, color='tab:red', ls='--', label=f'clipped at {norm:g}')
     axs[1].set(xlabel='step', ylabel='gradient norm', yscale='log')
     axs[1].yaxis.set_major_formatter('{x:g}')
-    axs[1].yaxis.set_minor_formatter(_Plain(labelOnlyBase=False)) # a few, if the norms are all of one size
+    axs[1].yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False)) # a few, if the norms are all of one size
     for _,row in df.drop_duplicates('fit')[1:].iterrows():
         for ax in axs: ax.axvline(row.step-.5, color='tab:grey', ls=':', lw=1)
         axs[0].annotate(f'{row.kind} {row.fit}', (row.step, 1), xycoords=('data','axes fraction'), va='bottom', fontsize=8, color='grey')

@@ -8,11 +8,9 @@ __all__ = ['loose_backward', 'bare_step', 'not_again', 'static_overflow', 'canno
            'failed_diagnosis', 'stop_early']
 
 # %% ../nbs/19_messages.ipynb #ea8ccf59
-import sys
-from contextlib import contextmanager
+import itertools,sys
 from difflib import get_close_matches
 from inspect import signature
-from time import perf_counter
 from fastai.basics import *
 from fastai.callback.tracker import SaveModelCallback
 from .precision import PrecisionPlan,convs
@@ -96,24 +94,16 @@ def warn_of_slow_half(
                   "to_bf16_dynamic() on a CPU with bf16 instructions.")
 
 # %% ../nbs/19_messages.ipynb #69d9f5b4
-_silence = 3 # seconds before a diagnosis shows on the progress bar
-
-@contextmanager
 def showing(
     learn:Learner # In a fit
 ): # A function without arguments to call before each run
-    "A context for a diagnosis: if it takes long, fastai's progress bar shows what is going on"
-    bar,start,runs = getattr(vars(learn).get('progress'), 'pbar', None),perf_counter(),0
-    comment = bar and bar.comment
+    "Let fastai's progress bar show that a diagnosis is going on"
+    bar,runs = getattr(vars(learn).get('progress'), 'pbar', None),itertools.count(1)
     def tell():
-        nonlocal runs
-        runs += 1
-        if bar is None or bar.last_v is None or perf_counter()-start<_silence: return
-        bar.comment = f'overflow: finding out why, run {runs}'
+        if bar is None or bar.last_v is None: return
+        bar.comment = f'overflow: finding out why, run {next(runs)}'
         bar.update_bar(bar.last_v)
-    try: yield tell
-    finally:
-        if bar is not None: bar.comment = comment
+    return tell
 
 # %% ../nbs/19_messages.ipynb #04d33bd1
 loose_backward = ('The backward pass of your training step did not start from `self.loss_grad`, so its gradients are divided by a loss '

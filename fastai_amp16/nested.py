@@ -11,7 +11,7 @@ from collections import Counter,OrderedDict,defaultdict,deque
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from functools import partial
-from types import BuiltinFunctionType,FunctionType,MappingProxyType
+from types import BuiltinFunctionType,FunctionType
 import numpy as np,torch
 from fastai.basics import Callback,DataLoaders,Learner,Optimizer
 from fastcore.foundation import L
@@ -25,7 +25,6 @@ def replace(
 ): # Same types as `o`, including named tuples and subclasses of dict; `o` itself if `f` has replaced nothing in it
     "Return `o` with `f(t)` in place of each tensor `t`"
     if isinstance(o, Tensor): return f(o)
-    if isinstance(o, MappingProxyType): return MappingProxyType(replace(dict(o), f, objects))
     if isinstance(o, (tuple,list,dict,set,frozenset)):
         old = [*(o.values() if isinstance(o, dict) else o)]
         new = [replace(v, f, objects) for v in old]
@@ -41,15 +40,13 @@ def _is_open(o, objects):
     return objects or is_dataclass(o) or isinstance(o, (Mapping,L))
 
 def _filled(o, items):
-    "A container of the type of `o`, with other items and the same attributes"
+    "A container of the type of `o`, with other items"
     if isinstance(o, (list,dict,deque)):
         res = copy.copy(o)
         for k,v in zip(o if isinstance(o, dict) else range(len(o)), items): res[k] = v
         return res
-    try: res = tuple.__new__(type(o), items) # past a constructor of its own
+    try: return tuple.__new__(type(o), items) # past a constructor of its own
     except TypeError: return type(o)(items) # sets, and torch's own tuples
-    if hasattr(res, '__dict__'): vars(res).update(vars(o))
-    return res
 
 # %% ../nbs/01_nested.ipynb #1fdb1368
 def tensors(
@@ -60,7 +57,6 @@ def tensors(
     replace(o, lambda t: res.append(t) or t)
     return [t for t in res if t.is_floating_point() or t.is_complex()]
 
-# %% ../nbs/01_nested.ipynb #a1f0c2d4
 def stored(
     t:Tensor # In any layout
 ) -> Tensor: # Strided
@@ -139,10 +135,6 @@ class Notes:
         if not isinstance(o, tuple): self.back.append(partial(refill, o, copy))
         return o
 
-    def _L(self, o):
-        items = self._value(o.items)
-        return o if items is o.items else L(items)
-
     def _state(self, o):
         "Note an array or a random generator"
         if back := _states[type(o)](o): self.back.append(back)
@@ -167,7 +159,6 @@ _no_records = (nn.Module,Learner,Callback,DataLoaders,Optimizer,torch.optim.Opti
 def _kind(cls):
     "How to note objects of a class; `None` for what is left alone"
     if issubclass(cls, Tensor): return None if issubclass(cls, nn.Parameter) else Notes._tensor
-    if cls is L: return Notes._L
     if cls in _states: return Notes._state
     if cls in _containers or issubclass(cls, tuple) and hasattr(cls, '_make'): return Notes._container
     return None if cls in _plain or issubclass(cls, _no_records) or not cls.__dictoffset__ else Notes._record

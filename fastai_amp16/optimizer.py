@@ -12,6 +12,10 @@ from fastai.torch_basics import *
 from .private import fused_adam,fused_adamw
 
 # %% ../nbs/05_optimizer.ipynb #aaef8d73
+def _like(p, t):
+    "`t` with the strides of `p`, or with dense strides if `p` is a view with gaps; copied only if needed"
+    return t if t.stride()==p.stride() else torch.empty_like(p).copy_(t)
+
 class FusedAdam(Optimizer):
     """fastai's `Adam` (AdamW with `decouple_wd=True`), computed by torch's fused kernel: a few multi-tensor calls per step
 
@@ -38,16 +42,43 @@ class FusedAdam(Optimizer):
         for pg in self.param_lists:
             for p in pg: p.grad = None
 
+    def _laid_out(self, p, state):
+        "The tensors in the layout that the kernel needs: without gaps, all with the strides of `p`, complex numbers as pairs of reals"
+        for k in ('grad_avg','sqr_avg'): state[k] = _like(p, state[k]) # `p` may have become channels_last
+        dense = _like(state['grad_avg'], p)
+        ts = dense,_like(dense, p.grad),state['grad_avg'],state['sqr_avg']
+        return dense,[torch.view_as_real(t) for t in ts] if p.is_complex() else ts
+
+    @torch.no_grad()
+    def step(self,
+        closure=None # Not supported; raises `NotImplementedError`
+    ):
+        "Update every parameter that requires and has a gradient"
+        if closure is not None: raise NotImplementedError("fastai optimizers currently do not support closure")
+        calls,views = defaultdict(list),[]
+        for pg,hyper in zip(self.param_lists, self.hypers):
+            hypers,wd = tuple(float(hyper[k]) for k in ('lr','mom','sqr_mom','eps')),float(hyper['wd'])
+            for p in pg:
+                if (g:=p.grad) is None or not p.requires_grad: continue
+                state = self.state[p]
+                if 'step' not in state: state.update(step=0, grad_avg=torch.zeros_like(p), sqr_avg=torch.zeros_like(p))
+                state['step'] += 1
+                ts = p,g,state['grad_avg'],state['sqr_avg']
+                if p.is_complex() or not p.stride()==g.stride()==ts[2].stride()==ts[3].stride():
+                    dense,ts = self._laid_out(p, state)
+                    if dense is not p: views.append((p, dense))
+                calls[hypers, wd if state.get('do_wd', True) else 0., state['step'], p.device, p.dtype].append(ts)
+        fused = partial(fused_adamw if self.decouple_wd else fused_adam, amsgrad=False, maximize=False)
+        for ((lr,mom,sqr_mom,eps),wd,n,device,_),tensors in calls.items():
+            steps = [torch.full((), n, dtype=torch.float32, device=device)]*len(tensors)
+            fused(*map(list, zip(*tensors)), [], steps, lr=lr, beta1=mom, beta2=sqr_mom, weight_decay=wd, eps=eps)
+        for p,dense in views: p.copy_(dense)
+
 # %% ../nbs/05_optimizer.ipynb #17f0fadc
 _eps = 1e-4
 
-class _Partial(partial):
-    "A partial that pickles as one of fastai's own, so that an exported learner loads without this package"
-    def __reduce__(self): return as_fastais(self).__reduce__()
-    def __deepcopy__(self, memo): return self # as of a function
-
 def _partial(func, doc, **kwargs):
-    res = _Partial(func, **kwargs)
+    res = partial(func, **kwargs)
     res.__doc__ = doc
     return res
 
@@ -72,49 +103,10 @@ RMSProp16 = _partial(_rms_prop, "fastai's `RMSProp` with an eps of 1e-4", eps=_e
 def as_fastais(
     opt_func:Callable # An optimizer of this package, a partial of one, or any other `opt_func`, which is returned as it is
 ) -> Callable: # Without a name of this package
-    "The same optimizer, made of fastai's own"
+    "The same optimizer, made of fastai's own, so that an exported learner loads without this package"
     f,kwargs = opt_func,{}
     while isinstance(f, partial): f,kwargs = f.func,{**f.keywords, **kwargs}
     if f is FusedAdam: return partial(Adam, **kwargs)
-    if f is not _rms_prop: return partial(f, **kwargs) if isinstance(opt_func, _Partial) else opt_func
+    if f is not _rms_prop: return opt_func
     opt = f([torch.zeros(1)], lr=0., **{'mom':1., **kwargs}) # averages the gradient, which changes nothing for a `mom` of 0
     return partial(Optimizer, cbs=list(opt.cbs), **{**opt.hypers[0], 'lr':0., 'mom':kwargs.get('mom', 0.)})
-
-# %% ../nbs/05_optimizer.ipynb #c76510f1
-def _like(p, t):
-    "`t` with the strides of `p`, or with dense strides if `p` is a view with gaps; copied only if needed"
-    return t if t.stride()==p.stride() else torch.empty_like(p).copy_(t)
-
-@patch
-def _laid_out(self:FusedAdam, p, state):
-    "The tensors in the layout that the kernel needs: without gaps, all with the strides of `p`, complex numbers as pairs of reals"
-    for k in ('grad_avg','sqr_avg'): state[k] = _like(p, state[k]) # `p` may have become channels_last
-    dense = _like(state['grad_avg'], p)
-    ts = dense,_like(dense, p.grad),state['grad_avg'],state['sqr_avg']
-    return dense,[torch.view_as_real(t) for t in ts] if p.is_complex() else ts
-
-@patch
-@torch.no_grad()
-def step(self:FusedAdam,
-    closure=None # Not supported; raises `NotImplementedError`
-):
-    "Update every parameter that requires and has a gradient"
-    if closure is not None: raise NotImplementedError("fastai optimizers currently do not support closure")
-    calls,views = defaultdict(list),[]
-    for pg,hyper in zip(self.param_lists, self.hypers):
-        hypers,wd = tuple(float(hyper[k]) for k in ('lr','mom','sqr_mom','eps')),float(hyper['wd'])
-        for p in pg:
-            if (g:=p.grad) is None or not p.requires_grad: continue
-            state = self.state[p]
-            if 'step' not in state: state.update(step=0, grad_avg=torch.zeros_like(p), sqr_avg=torch.zeros_like(p))
-            state['step'] += 1
-            ts = p,g,state['grad_avg'],state['sqr_avg']
-            if p.is_complex() or not p.stride()==g.stride()==ts[2].stride()==ts[3].stride():
-                dense,ts = self._laid_out(p, state)
-                if dense is not p: views.append((p, dense))
-            calls[hypers, wd if state.get('do_wd', True) else 0., state['step'], p.device, p.dtype].append(ts)
-    fused = partial(fused_adamw if self.decouple_wd else fused_adam, amsgrad=False, maximize=False)
-    for ((lr,mom,sqr_mom,eps),wd,n,device,_),tensors in calls.items():
-        steps = [torch.full((), n, dtype=torch.float32, device=device)]*len(tensors)
-        fused(*map(list, zip(*tensors)), [], steps, lr=lr, beta1=mom, beta2=sqr_mom, weight_decay=wd, eps=eps)
-    for p,dense in views: p.copy_(dense)

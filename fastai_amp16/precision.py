@@ -58,15 +58,10 @@ def is_norm(
     return isinstance(m, norm_types) or ('norm' in type(m).__name__.lower() and not any(True for _ in m.children()))
 
 # %% ../nbs/03_precision.ipynb #8e816b83
-_batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
 def _matcher(which):
     "`which` as a predicate `(name, module) -> bool`"
-    # a SyncBatchNorm may have taken the place of another batch norm, whose weights it has
-    def same_weight(m): return isinstance(m, nn.SyncBatchNorm) and m.affine and m.weight is getattr(which, 'weight', None)
-    def same_type(m): return isinstance(m, which) or issubclass(which, _batch_norms) and isinstance(m, nn.SyncBatchNorm)
-    if isinstance(which, type):      return lambda n,m: same_type(m)
-    if isinstance(which, nn.Module): return lambda n,m: m is which or same_weight(m)
+    if isinstance(which, type):      return lambda n,m: isinstance(m, which)
+    if isinstance(which, nn.Module): return lambda n,m: m is which
     if isinstance(which, str):       return lambda n,m: n and fnmatchcase(n, which) # the model itself has the name ''
     if callable(which):              return which
     raise TypeError(f"keep_fp32 takes modules, module types, dotted names with * and predicates (name, module) -> bool, and got {which!r}.")
@@ -113,7 +108,7 @@ def names_of(
     return list(dict.fromkeys(n for o in as_list(keep_fp32) for n in ([o] if isinstance(o, str) else find_modules(model, o))))
 
 # %% ../nbs/03_precision.ipynb #dc738f49
-_no_casts = (*_batch_norms, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_no_casts = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _torchs_norms = tuple(t for t in norm_types if t is not _RegisteredNorm)
 
 def _reads_half(m, device_type):
@@ -241,7 +236,6 @@ def _refuse(model, params):
     if not torch.amp.is_autocast_available(dev):
         raise ValueError(f"torch has no autocast for the device {dev!r}: move the model to another device.")
 
-# %% ../nbs/03_precision.ipynb #6d9a48ee
 class PrecisionPlan:
     """Which modules of `model` compute in fp32 in a forward pass, and which in half precision
 

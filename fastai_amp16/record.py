@@ -6,12 +6,11 @@
 __all__ = ['loss_name', 'Measured', 'sampled', 'Recording']
 
 # %% ../nbs/10_record.ipynb #0b88aae7
-import math,sys,traceback
+import math,sys
 from collections import Counter
 from typing import NamedTuple
 from weakref import ref
 from fastai.basics import *
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.overrides import TorchFunctionMode
 from .grads import grad_values
@@ -110,17 +109,18 @@ def _is_ours(f):
     name = f.f_globals.get('__name__', '')
     return name.startswith('fastai_amp16.') and name!='fastai_amp16.demo'
 
-def _hook_that_raised(e):
-    "The hook on a module that raised `e`, in words; `None` if no hook did"
-    frames = [f.f_code for f,_ in traceback.walk_tb(e.__traceback__)]
-    called = [g for f,g in zip(frames, frames[1:]) if f.co_filename==nn.modules.module.__file__!=g.co_filename]
-    if not called or called[-1].co_name=='forward': return None
-    code = called[-1]
-    return f'The hook `{code.co_name}` (line {code.co_firstlineno} of {Path(code.co_filename).name})'
-
 def _has_numbers(t): return not (t.is_nested or is_functorch_wrapped(t))
 def _key(t): return id(t),0 if t.is_inference() else version(t)
 def _is_plain(t): return _has_numbers(t) and t.layout==torch.strided and t.is_floating_point()
+
+# %% ../nbs/10_record.ipynb #2f08bc00
+class _RecordedLoss(GetAttr):
+    "Stands in for the loss function while a batch is recorded"
+    _default = 'loss_func'
+    def __init__(self, recording, loss_func): self.recording,self.loss_func = recording,loss_func
+    def __call__(self, *args, **kwargs):
+        args,kwargs = self.recording._enter(loss_name, (args,kwargs))
+        return self.recording._leave(self.loss_func(*args, **kwargs))
 
 class Recording(TorchFunctionMode):
     """Notes all tensors that go in and out of the modules of `model`, and of the operations in their code
@@ -147,10 +147,57 @@ class Recording(TorchFunctionMode):
         self.handles = [] # of hooks on modules and on tensors, parameters included
         self.without_graph,self.again = set(),0 # modules that ran without a graph in a checkpoint; how many of them are running again
         self.error,self.open,self.on,self.pred,self.carried,self.finite = None,None,False,None,Counter(),True # finite so far
-        self.infinite = False # are predictions infinite, or what the run leaves in modules?
-        self.total = self.hook = None # the norm of the gradients, as a tensor; the hook that raised, in words
+        self.total,self.infinite = None,False # the norm of the gradients, as a tensor; are predictions or what stays in modules infinite?
 
     def __reduce__(self): return Recording, (nn.Identity(),) # a copied module is not recorded, and a hook that is off does no harm
+
+    # the course of a run
+    def begin(self,
+        loss_func # Any callable
+    ): # What takes the place of the loss function
+        "Begin to record a batch, or the next one of several; hooks wait until then, since putting back modules removes new ones"
+        self.stack.clear()
+        self.on,is_module = True,isinstance(loss_func, nn.Module)
+        for m in () if self.handles else (*self.names, *(loss_func.modules() if is_module else ())):
+            if isinstance(m, torch.jit.ScriptModule): continue
+            self.handles += [m.register_forward_pre_hook(self._pre_hook, with_kwargs=True), m.register_forward_hook(self._hook)]
+        return loss_func if is_module else _RecordedLoss(self, loss_func)
+
+    def fail(self,
+        e:Exception # What the batch raised
+    ):
+        "Note the first exception, and which call raised it"
+        if self.error is None: self.error,self.open = e,self.stack[-1] if self.stack else None
+        e.__traceback__ = None # it would keep tensors alive
+
+    def end(self):
+        "Stop to record"
+        self.on = False
+        for h in self.handles: h.remove()
+
+    def end_backward(self,
+        gradients # The `Gradients` of the batches
+    ):
+        "Note the norm of the gradients, which must be finite"
+        gradients.end_backward()
+        grads = grad_values([p for p in gradients.params.values() if p.grad is not None])
+        self.total = get_total_norm(grads) if grads else None
+
+    def read(self,
+        results=(), # Tensors that must be finite, in addition to the gradients
+        carried:list=() # Pairs of a name and a tensor: what modules carry to the next batch
+    ):
+        "Read all measures in one transfer from the device; set `finite` to whether `results` and gradients are finite"
+        ends = tensors([results, self.total])
+        at = [(s,k) for s in {*self.seen.values()} for k in ('value','grad') if getattr(s, k) is not None]
+        self.left = sampled(carried)
+        measures = _read([*(getattr(*o) for o in at), *map(_measure, (*ends, *(t for _,t in carried), *tensors(self.pred)))])
+        self.infinite = self.infinite or any(m.nonfinite for m in measures[len(at)+len(ends)+len(carried):])
+        for o,m in zip(at, measures): setattr(*o, m)
+        for (n,_),m in zip(carried, measures[len(at)+len(ends):]): self.carried[n] += m.nonfinite
+        bad = any(m.nonfinite for m in measures[len(at):len(at)+len(ends)])
+        self.finite = self.finite and self.error is None and not bad
+        self.norm = 0. if self.total is None else measures[len(at)+len(ends)-1].top # of the gradients
 
     # calls of modules, of the loss function and of operations
     def _enter(self, name, ins, op=None):
@@ -178,7 +225,7 @@ class Recording(TorchFunctionMode):
             if self.again==1: self.__enter__() # a backward pass runs without this mode
         elif not torch.is_grad_enabled(): self.without_graph.add(name)
         ins = self._enter(name, (args,kwargs))
-        params = [p for p in m.parameters(recurse=False) if p.requires_grad and not is_lazy(p)]
+        params = [p for p in m.parameters(recurse=False) if p.requires_grad]
         self.stack[-1].params = self._note(self.stack[-1], 'param', params)
         for s in self.stack[-1].params: s.half = s.half or name in self.casts
         return ins
@@ -208,23 +255,24 @@ class Recording(TorchFunctionMode):
 
     # tensors
     def _note(self, frame, where, o):
-        with no_torch_function(), torch.no_grad(): ts = [(i,t) for i,t in enumerate(tensors(o)) if _has_numbers(t)]
         res = []
-        for i,t in ts:
-            key = (*frame.call,where,i)
-            old,seen = self.known.get(_key(t), (None,None))
-            if old is None or old() is not t:
-                seen = _Seen(key, t, self.reference and self.reference.seen.get(key))
-                if where!='param': seen.value,seen.sample = _measure(t),_sample(t)
-                with no_torch_function(): self.known[_key(t)] = ref(t),seen
-            # the output of a reentrant checkpoint was seen inside the checkpoint, where it had no graph
-            if not seen.hooked and t.requires_grad and torch.is_grad_enabled():
-                seen.hooked = True
-                with no_torch_function(): self.handles.append(t.register_hook(partial(self._came_by, seen)))
-            res.append(seen)
-            self.seen[key] = seen
-            seen.calls.append((frame,where))
-            self.events.append((frame, where, seen))
+        with no_torch_function():
+            for i,t in enumerate(tensors(o)):
+                if not _has_numbers(t): continue
+                key = (*frame.call,where,i)
+                old,seen = self.known.get(_key(t), (None,None))
+                if old is None or old() is not t:
+                    seen = _Seen(key, t, self.reference and self.reference.seen.get(key))
+                    if where!='param': seen.value,seen.sample = _measure(t),_sample(t)
+                    self.known[_key(t)] = ref(t),seen
+                # the output of a reentrant checkpoint was seen inside the checkpoint, where it had no graph
+                if not seen.hooked and t.requires_grad and torch.is_grad_enabled():
+                    seen.hooked = True
+                    self.handles.append(t.register_hook(partial(self._came_by, seen)))
+                res.append(seen)
+                self.seen[key] = seen
+                seen.calls.append((frame,where))
+                self.events.append((frame, where, seen))
         return res
 
     def _came_by(self, seen, grad):
@@ -240,68 +288,3 @@ class Recording(TorchFunctionMode):
             finite = torch.stack([t.detach().isfinite().all() for t in ts]).tolist() if ts else []
             bad = {id(t) for t,ok in zip(ts, finite) if not ok}
             return replace(o, lambda t: _mended(t) if id(t) in bad else t) if bad else o
-
-# %% ../nbs/10_record.ipynb #2f08bc00
-class _RecordedLoss:
-    "Stands in for the loss function while a batch is recorded"
-    def __init__(self, recording, loss_func): self.recording,self.loss_func = recording,loss_func
-    def __call__(self, *args, **kwargs):
-        rec = self.recording
-        if not rec.on: return self.loss_func(*args, **kwargs)
-        args,kwargs = rec._enter(loss_name, (args,kwargs))
-        return rec._leave(self.loss_func(*args, **kwargs))
-    def __getattr__(self, k):
-        if k.startswith('__'): raise AttributeError(k)
-        return getattr(self.loss_func, k)
-
-@patch
-def begin(self:Recording,
-    loss_func # Any callable
-): # What takes the place of the loss function
-    "Begin to record a batch, or the next one of several; hooks wait until then, since putting back modules removes new ones"
-    self.stack.clear()
-    self.on,is_module = True,isinstance(loss_func, nn.Module)
-    for m in () if self.handles else (*self.names, *(loss_func.modules() if is_module else ())):
-        if isinstance(m, torch.jit.ScriptModule): continue
-        self.handles += [m.register_forward_pre_hook(self._pre_hook, with_kwargs=True), m.register_forward_hook(self._hook)]
-    return loss_func if is_module else _RecordedLoss(self, loss_func)
-
-@patch
-def fail(self:Recording,
-    e:Exception # What the batch raised
-):
-    "Note the first exception, and which call raised it"
-    if self.error is None: self.error,self.open,self.hook = e,self.stack[-1] if self.stack else None,_hook_that_raised(e)
-    e.__traceback__ = None # it would keep tensors alive
-
-@patch
-def end(self:Recording):
-    "Stop to record"
-    self.on = False
-    for h in self.handles: h.remove()
-
-@patch
-def end_backward(self:Recording,
-    gradients # The `Gradients` of the batches
-):
-    "Note the norm of the gradients, which must be finite"
-    gradients.end_backward()
-    grads = grad_values([p for p in gradients.params.values() if p.grad is not None])
-    self.total = get_total_norm(grads) if grads else None
-
-@patch
-def read(self:Recording,
-    results=(), # Tensors that must be finite, in addition to the gradients
-    carried:list=() # Pairs of a name and a tensor: what modules carry to the next batch
-):
-    "Read all measures in one transfer from the device; set `finite` to whether `results` and gradients are finite"
-    ends = tensors([results, self.total])
-    at = [(s,k) for s in {*self.seen.values()} for k in ('value','grad') if getattr(s, k) is not None]
-    self.left = sampled(carried)
-    measures = _read([*(getattr(*o) for o in at), *map(_measure, (*ends, *(t for _,t in carried), *tensors(self.pred)))])
-    self.infinite = self.infinite or any(m.nonfinite for m in measures[len(at)+len(ends)+len(carried):])
-    for o,m in zip(at, measures): setattr(*o, m)
-    for (n,_),m in zip(carried, measures[len(at)+len(ends):]): self.carried[n] += m.nonfinite
-    bad = any(m.nonfinite for m in measures[len(at):len(at)+len(ends)])
-    self.finite = self.finite and self.error is None and not bad
-    self.norm = 0. if self.total is None else measures[len(at)+len(ends)-1].top # of the gradients

@@ -106,18 +106,6 @@ def _advice(remedy):
 
 def _stopped(text): return text if text.endswith(('!','?')) else text.rstrip('.,;: \n')+'.'
 
-# %% ../nbs/14_report.ipynb #d08e47c1
-def _shortened(
-    names, # Strings
-    n:int # Longest length, unless two different names would become the same
-) -> list:
-    "Shorten long `names` with a `…` in the middle, keeping more of the end where possible"
-    def cut(n, head): return [o if len(o)<=n else f'{o[:head]}…{o[head+1-n:]}' for o in names]
-    def clear(res): return len(set(res))==len(set(names)) and not re.search(r'\d…|…\d', ' '.join(res)) # 1… may be 10
-    lengths = range(n, max(map(len, names), default=0))
-    cuts = (cut(i, head) for i in lengths for head in sorted(range(i-1), key=lambda o: abs(o-i//4)))
-    return first(cuts, clear) or list(names)
-
 # %% ../nbs/14_report.ipynb #dbdcd254
 def _num(x): return f'{x:.3g}'
 def _bits(x): return f'{x:.1g}' if -.05<=x<0 else _num(round(x, 1)) # what is below 0 must look so
@@ -136,7 +124,7 @@ _why = dict(
     divergence='input output gradient weight_grad')
 _why.update(loss=_why['forward'], scale=_why['backward'], weights=_why['data'], loss_func=_why['data'])
 _columns = {k: ['module', 'type', *v.split()] for k,v in _why.items()} # by verdict, in the order they are shown
-_most_rows,_longest_type = 10,18 # characters
+_most_rows = 10
 
 def _tells(col, kind):
     "Is the column worth showing? `kind` is the half precision that most modules compute in"
@@ -155,7 +143,7 @@ def _rows(self:PrecisionReport):
     rank = [0 if o==self.producer else 1 if _is_within(o, self.promoted) else 2 for o in table.module]
     df = table.iloc[np.argsort(rank, kind='stable')[:_most_rows]]
     hot = df.module==self.producer
-    df = df.assign(module=[o or '(the model)' for o in df.module], type=_shortened(df.type, _longest_type))
+    df = df.assign(module=[o or '(the model)' for o in df.module])
     if 'nonfinite' in df: df['nonfinite'] = df.nonfinite.map({True: 'not finite'})
     kind = str(self.dtype).removeprefix('torch.')
     return df[[c for c in df if _tells(df[c], kind)]],hot,len(table)-len(df)
@@ -163,30 +151,21 @@ def _rows(self:PrecisionReport):
 def _left(more): return f"… and {more} more module{'s' if more>1 else ''}, in `.table`"
 
 # %% ../nbs/14_report.ipynb #e846e4b2
-_width,_shortest = 100,16 # characters: the longest line, and the shortest length that a name is cut to
-
 @patch
 def _words(self:PrecisionReport):
     "The cause, what was done and what you can do, one line each"
     return [f'{self.verdict}: {self.sentence}', *L(self.done and f'Done: {self.done}', _advice(self.remedy)).filter()]
 
-def _lines(df):
-    "The rows as text, below the names of the columns"
-    df = df.set_index('module').rename_axis(index=None, columns='module') # pandas aligns an index to the left
-    return df.to_string(formatters=_formats, na_rep='').splitlines()
-
 @patch
-def __str__(self:PrecisionReport):
+def __repr__(self:PrecisionReport):
     df,hot,more = self._rows()
     res = self._words()
     if len(df):
-        over = len(_lines(df)[0])+2-_width
-        if over>0: df = df.assign(module=_shortened(df.module, max(max(map(len, df.module))-over, _shortest)))
-        res += ['', *(('> ' if h else '  ')+o.rstrip() for h,o in zip([False, *hot], _lines(df)))]
+        df = df.set_index('module').rename_axis(index=None, columns='module') # pandas aligns an index to the left
+        lines = df.to_string(formatters=_formats, na_rep='').splitlines()
+        res += ['', *(('> ' if h else '  ')+o.rstrip() for h,o in zip([False, *hot], lines))]
     if more: res.append(f'  {_left(more)}')
     return '\n'.join(res)
-
-PrecisionReport.__repr__ = PrecisionReport.__str__
 
 # %% ../nbs/14_report.ipynb #e50553d7
 colors = dict(green='46,160,67', red='218,54,51', blue='56,139,253', amber='210,153,34', grey='128,128,128') # for `rgba`
@@ -203,12 +182,10 @@ def styler(
     return (Styler(df, uuid=f'{crc32(str(shown).encode()):08x}', cell_ids=False).hide(axis='index')
         .set_table_styles([dict(selector=k, props=v) for k,v in _page_styles.items()]).set_table_styles(left, overwrite=False))
 
-_longest_name = 40 # characters
-
 def _styled(df, hot, report):
     "The rows `df` as HTML, with the producer's rows `hot`; a full bar stands for the whole range of the half precision"
     mine,top = df.index[hot],math.log2(torch.finfo(report.dtype).max)
-    df,bar = df.assign(module=_shortened(df.module, _longest_name)),[o for o in df if o=='bits']
+    bar = [o for o in df if o=='bits']
     return (styler(df, _text, report)
         .set_table_styles([dict(selector='th, td', props='white-space:nowrap')], overwrite=False)
         .set_table_styles({o: [dict(selector='', props='min-width:64px')] for o in bar}, overwrite=False)

@@ -144,7 +144,7 @@ def detour(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.Tanh(
 
 def _joined(rank, model, sync):
     with sync_bn_on_cpus():
-        learn,g = train(rank, model=model, sync_bn=sync, mp=dict(keep_fp32=nn.BatchNorm1d if sync else None))
+        learn,g = train(rank, model=model, sync_bn=sync)
         one,refs = as_one_process(g, model)
     close(g.grads, refs)
     norms = [list(o.mixed_precision.history.grad_norm) for o in (learn,one)]
@@ -366,14 +366,14 @@ def _few_samples(rank):
 def test_predictions_are_compared_on_all_ranks_together(ranks): ranks(_few_samples)
 
 def _one_writes(rank):
-    "Batches that write to weights are not compared: if those of one rank do, none are, though a norm of all ranks is in the model"
+    "All ranks or none, though a norm of all ranks is in the model"
     class Writes(Callback):
         def after_pred(self):
             if rank and self.training: self.model.module[0].weight.detach().mul_(1)
     with sync_bn_on_cpus(): learn,g = train(rank, 10, n=48, sync_bn=True, cbs=[Writes()])
     assert len(learn.mixed_precision.history)>16
 
-def test_predictions_are_compared_on_all_ranks_or_on_none(ranks): ranks(_one_writes)
+def test_predictions_are_compared_together_if_one_rank_writes_to_weights(ranks): ranks(_one_writes)
 
 class Always(Callback):
     "A fault in each batch of training, or of validation"

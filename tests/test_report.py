@@ -173,40 +173,6 @@ def test_a_batch_without_a_backward_pass(verdict):
     r = report(row('a', gradient=nan, flushed=nan, subnormal=nan), verdict=verdict)
     assert {*shared}<={*header(r)}<={*shared,'input','output','bits'} and header(r)==Page(r._repr_html_()).rows[0]
 
-# %% long names
-layers = [f'vision_model.encoder.layers.{i}.self_attn.{k}_proj' for i in range(12) for k in 'qkv']
-usual = dict(
-    regnet=[f'trunk_output.block3.block3-{i}.f.{k}' for i in range(9) for k in ('a.0','b.1','se.avgpool','se.fc1')],
-    transformer=layers, timm=[f'stages.2.blocks.{i}.conv_pw' for i in range(27)], short=[f'm{i}' for i in range(30)])
-
-@pytest.mark.parametrize('names', usual.values(), ids=usual)
-@pytest.mark.parametrize('kind', ['Linear','SqueezeExcitation','NonDynamicallyQuantizableLinear'])
-@pytest.mark.parametrize('verdict', matter)
-def test_lines_fit(names, kind, verdict):
-    "About 100 characters, however much is in the table; and what is shown still tells one module from the other"
-    full = dict(input=6.55e-05, output=1.23e+05, gradient=1.23e-10) | every
-    r = report(*(row(n, -12.3, i, type=kind, **full) for i,n in enumerate(names)), verdict=verdict, producer=names[-1])
-    rows,page = lines(r)[1:11],[o[0] for o in Page(r._repr_html_()).rows[1:]]
-    assert max(map(len, rows))<=(110 if kind!='Linear' and verdict in ('backward','scale') else 100)
-    assert len({o[2:].split()[0] for o in rows})==len(set(page))==10
-    assert max(map(len, page))<=42
-    for o,n in zip(rows, [names[-1], *names]): _check_cut(o[2:].split()[0], n)
-    for o,n in zip(page, [names[-1], *names]): _check_cut(o.removeprefix('▶ '), n)
-
-def _check_cut(short, name):
-    head,cut,tail = short.partition('…')
-    assert name.startswith(head) and name.endswith(tail) and bool(cut)==(short!=name) and (not cut or len(tail)>=len(head)), short
-
-def test_names_are_cut_where_a_line_is_too_long_and_not_before():
-    assert _top(report(*map(row, layers)))==layers[:4]
-    for n,length in ((50,78), (72,100), (73,100), (200,100)):
-        text = lines(report(row('a'*n)))
-        assert max(map(len, text))==length and ('…' in text[1])==(n>72)
-
-def test_the_producer_is_found_under_a_short_name():
-    r = report(*(row(n, **every) for n in layers), verdict='backward', producer=layers[20])
-    assert marked(r)[0].endswith('.6.self_attn.v_proj') and '…' in marked(r)[0]
-
 @pytest.mark.parametrize('table', [None, pd.DataFrame([]), pd.DataFrame([row('a')])[:0]], ids=['default','empty','no_rows'])
 def test_no_rows(table):
     "Words only, and an empty picture"

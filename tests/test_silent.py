@@ -2,7 +2,7 @@
 import warnings
 import pytest,torch
 import torch.nn.functional as F
-from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,nn,set_seed
+from fastai.basics import Adam,Callback,DataLoader,DataLoaders,Learner,OptimWrapper,default_device,nn,partial,set_seed
 from fastai_amp16.all import AdamW16
 from fastai_amp16.compare import deviation
 from torch.nn.utils import get_total_norm
@@ -251,6 +251,21 @@ def test_a_healthy_fit_makes_few_forward_passes_more():
         def forward(self, x): return calls.append(1) or x
     fit(learner(xs, product, lambda: nn.Sequential(Counts(), mlp(8)), n=200, bs=8).to_fp16_dynamic(), 4)
     assert len(calls)<=4*(25+1)+8
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+@pytest.mark.parametrize('opt_func', [AdamW16, Adam, partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['AdamW16','Adam','OptimWrapper'])
+def test_the_sixteenth_step_is_compared_with_any_optimizer(opt_func):
+    "Also with one that counts as a write to weights for torch; what half precision loses from the ninth step on"
+    class Loses(nn.Module):
+        n = 0
+        def forward(self, x):
+            self.n += self.training
+            y = x@torch.eye(16, device=x.device)
+            return y if y.dtype==torch.float32 or self.n<9 else y*0
+    learn = learner(xs, product, lambda: nn.Sequential(nn.Linear(8, 16), Loses(), nn.Linear(16, 1)), n=320, bs=16)
+    learn.opt_func = opt_func
+    mp = fit(learn.to_fp16_dynamic(), 1).mixed_precision
+    assert mp.promoted==['1'] and mp.history.step[mp.history.reruns>0].tolist()==[15]
 
 @both
 def test_a_report_says_the_same_before_training(to, dtype):
