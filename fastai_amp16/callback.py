@@ -343,8 +343,8 @@ class DynamicMixedPrecision(MixedPrecision):
         if not training: self.step = None # a validation between accumulated batches is not part of their step
         try:
             self.begin_batch(entry)
-            go = f
-            while not self.step.attempt(go, f) and self.learn is not None: go = self.next_attempt(f) # a callback may have removed this one
+            go = self.step.batches.one_batch = f
+            while not self.step.attempt(go) and self.learn is not None: go = self.next_attempt() # a callback may have removed this one
             goes_on = True
         except not_faults:
             goes_on = cancelled = True # its gradients may be accumulated
@@ -360,12 +360,12 @@ class DynamicMixedPrecision(MixedPrecision):
             if not training: self.step = outer
             elif step and self.learn is not None: self.end_batch(goes_on, cancelled)
 
-    def next_attempt(self, f): # A function that makes it
-        "Prepare the next attempt"
+    def next_attempt(self):
+        "Prepare the next attempt; returns a function that makes it"
         step,(what,scale) = self.step,self.step.next
-        if what is Next.diagnose: what,scale = heal(self, f)
+        if what is Next.diagnose: what,scale = heal(self)
         step.begin_attempt(what, scale or self.scaler.get_scale())
-        return partial(step.batches.run, f, None if step.in_fp32 else self.plan)
+        return partial(step.batches.run, None if step.in_fp32 else self.plan)
 
     def end_batch(self, goes_on, # May the fit go on?
                   cancelled): # Did a callback cancel the batch?

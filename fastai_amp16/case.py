@@ -83,7 +83,7 @@ def _one_batch(case, rec, loss_func):
 def _run(case, rec, loss_func, plan):
     batches,learn = case.batches,case.learn
     with case.ranks.no_sync(), eager(), torch.set_grad_enabled(case.backward), rec if rec.modules else nullcontext():
-        try: batches.run(partial(_one_batch, case, rec, loss_func), plan, to_the_end=True)
+        try: batches.run(plan, partial(_one_batch, case, rec, loss_func), to_the_end=True)
         except (Left,*not_faults): pass
         except Exception as e: rec.fail(e)
         rec.on,rec.pred,loss = False,cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
@@ -121,7 +121,6 @@ def has_code(
 class Case:
     "The batches of a step, with the settings they ran with and the ways to run them again"
     step:Step # Whose batches run
-    f:object # Function that runs one batch
     keep_fp32:object = None # As in `PrecisionPlan`
     dtype:torch.dtype = torch.float16 # `torch.float16` or `torch.bfloat16`
     scale:float = 1. # The loss scale
@@ -130,12 +129,13 @@ class Case:
     backward:bool = True # Run the backward pass as well?
     silent:bool = False # Are wrong predictions a fault even if everything is finite?
     tell:object = noop # Function to call before each run
+    f:object = None # Function that runs one batch; by default, that of the batches
     fp32 = half = None # The runs of `diagnose` in fp32 and in half precision
     controls = () # The runs in fp32 with rounded outputs, and of each batch twice
 
     def __post_init__(self):
         self.keep,self.batches,self.ranks = as_list(self.keep_fp32),self.step.batches,self.step.ranks
-        self.model,self.learn = self.batches.model,self.batches.learn
+        self.model,self.learn,self.f = self.batches.model,self.batches.learn,self.f or self.batches.one_batch
 
     @property
     def kind(self) -> str:

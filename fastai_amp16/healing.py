@@ -17,22 +17,20 @@ from .messages import failed_diagnosis,not_again,showing
 # %% ../nbs/20_healing.ipynb #b4ca1fc3
 def case_of(
     mp, # A `DynamicMixedPrecision` with a step
-    f, # Function that runs one batch
     tell=noop # Function to call before each run
 ) -> Case:
     "A `Case` of the batches of the current step"
     s = mp.scaler
     lowest,start = (s.min_scale,s.start) if s.is_enabled() and s.dynamic else (None,None)
-    return Case(mp.step, f, mp.keeps(mp.learn.model), mp.dtype, s.get_scale(), lowest, start, mp.training, mp.step.silent, tell)
+    return Case(mp.step, mp.keeps(mp.learn.model), mp.dtype, s.get_scale(), lowest, start, mp.training, mp.step.silent, tell)
 
 def heal(
-    mp, # A `DynamicMixedPrecision` with a step that half precision cannot hold
-    f # Function that runs one batch
+    mp # A `DynamicMixedPrecision` with a step that half precision cannot hold
 ) -> tuple: # A `Next`, and the loss scale of the next attempt
     "Diagnose the batch, and do what `on_spiral` says about it"
     step = mp.step
     step.diagnoses += 1
-    d = diagnose_step(case_of(mp, f, showing(mp.learn)), step.error)
+    d = diagnose_step(case_of(mp, showing(mp.learn)), step.error)
     what,step.unusable = after(d.verdict, mp.on_spiral, d.silent, d.error is not None, step.diagnoses>1, mp.training)
     step.failed = bool(d.failures)
     named = [r for r in d.reports if r.verdict!='scale'] # a lower scale is part of the history

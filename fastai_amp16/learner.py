@@ -354,7 +354,7 @@ def training_case(
             if b is None and not (learn._fitting and hasattr(learn, 'xb')): b = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
             if b is not None: _prepare(learn, to_device(b, device)) # else the current batch
             with mp.asking(entry):
-                case = case_of(mp, learn._do_one_batch)
+                case = case_of(mp)
                 case.backward = case.backward and any(p.requires_grad for p in case.model.parameters())
                 yield case
         finally:

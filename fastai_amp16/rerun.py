@@ -151,6 +151,7 @@ class Batches:
         self.learn,self.entry,self.model_state,self.learner_state,self.model = learn,entry,model_state,learner_state,model_state.model
         self.model_back,self.weights,self.gradients = model_state.note(),model_state.weights(),Gradients(learn, model_state, carried)
         self.notes,self.inputs,self.at,self.in_memory = [],[],0,True
+        self.one_batch = learn._do_one_batch # what runs a batch
 
     def add(self):
         "Note the current batch"
@@ -190,8 +191,8 @@ class Batches:
         if self.learn.training: self.gradients.drop() # not in a validation between accumulated batches
 
     def run(self,
-        f, # Function that runs one batch
         plan:PrecisionPlan=None, # The precision of each module; `None` for fp32
+        f=None, # Function that runs one batch in the place of `one_batch`
         only_current:bool=False, # Run the current batch alone, not those before it?
         to_the_end:bool=False # Run all batches even if one of them is left? Those of a diagnosis always are
     ):
@@ -204,6 +205,6 @@ class Batches:
             learner_back()
             self.learn.xb,self.learn.yb = self.inputs[self.at]
             self.passes = self.entry.passes
-            try: f()
+            try: (f or self.one_batch)()
             except (Left,*not_faults) as e: # the gradients of the batch wait for those of the next ones
                 if self.at==len(self.notes)-1 or isinstance(e, Left) and not to_the_end: raise

@@ -250,8 +250,7 @@ def what_next(
 # %% ../nbs/12_step.ipynb #26736a76
 @patch
 def attempt(self:Step,
-    go, # Function that makes the attempt
-    f # Function that runs the current batch
+    go # Function that makes the attempt
 ) -> bool:
     "Make an attempt; is the batch done?"
     passes,before = self.batches.entry.passes,[*map(ref, self._results())]
@@ -263,7 +262,7 @@ def attempt(self:Step,
         if self.is_left or not self._accepts(e, passes, before): return False
         raise
     except Exception as e:
-        done = False if self.is_left else self._raised(e, f)
+        done = False if self.is_left else self._raised(e)
         if done is None: raise # here and not elsewhere: another frame that refers to `e` would keep it and its contexts alive
         return done
 
@@ -306,7 +305,7 @@ def _judge_results(self:Step, before=(), raised=False):
     return True
 
 @patch
-def _raised(self:Step, e, f):
+def _raised(self:Step, e):
     "Handle an exception of an attempt: is the batch done? `None` to raise it"
     if isinstance(e, NeedsOthers):
         e.__cause__,self.error = self.error,None
@@ -321,12 +320,12 @@ def _raised(self:Step, e, f):
         return False
     self.error = e
     if self.ranks.size==1: return None if self.decide(Outcome.broken) is Next.skip else False
-    if self.batches.learn.training: return self._catch_up(f)
+    if self.batches.learn.training: return self._catch_up()
     self.ranks.end_pass()
     return None if self._judge_results(raised=True) else False
 
 @patch
-def _catch_up(self:Step, f):
+def _catch_up(self:Step):
     "Finish the batch in fp32, since the other ranks wait for gradients of this one; after that, all ranks diagnose it"
     batches = self.batches
     if self.backward_at==batches.entry.passes: # in the backward pass: some of the gradients were sent already
@@ -335,7 +334,7 @@ def _catch_up(self:Step, f):
                 "The other processes end as they do in plain PyTorch.")
         self.error.__notes__ = [*getattr(self.error, '__notes__', ()), note] # Python 3.11 and later show it
         return None
-    with self.ranks.catching_up(batches.entry.passes-batches.passes): return self.attempt(partial(batches.run, f, only_current=True), f)
+    with self.ranks.catching_up(batches.entry.passes-batches.passes): return self.attempt(partial(batches.run, only_current=True))
 
 @patch
 def raise_first(self:Step):

@@ -36,7 +36,8 @@ def case(model, x=None, y=None, loss_func=None, scale=2.**16, min_scale=2.**-24,
         learn.loss = learn.loss_grad.detach().clone()
         if step.ends(learn.loss): raise Left
         (learn.loss_grad*step.scale).backward()
-    return Case(step, one_batch, keep_fp32, dtype, scale, min_scale)
+    step.batches.one_batch = one_batch
+    return Case(step, keep_fp32, dtype, scale, min_scale)
 
 def with_nan(t, *at):
     t = t.clone()
