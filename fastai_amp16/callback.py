@@ -46,8 +46,9 @@ class DynamicMixedPrecision(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','ranks','step','states','resumed','left_out','context')
+    _stateattrs = ('plan','ranks','step','states','resumed','left_out','context','meant')
     plan = ranks = step = states = resumed = left_out = context = None
+    meant = None # the model whose infinite predictions are so in fp32 as well, until it trains
     randoms,skipped,agreed,carries = (),False,False,False
     looks,told = False,None # is it used for a report? what was said last of other mixed precisions
     stopped = None # why the last fit ended early, as a sentence; `None` if it did not, or if other code ended it
@@ -75,6 +76,7 @@ class DynamicMixedPrecision(MixedPrecision):
         require(on_spiral in ('heal','warn','raise'), who, 'on_spiral', on_spiral, "'heal', 'warn' or 'raise'")
         require(isinstance(patience, int) and patience>0, who, 'patience', patience, 'a whole number above 0')
         require(isinstance(rerun, bool), who, 'rerun', rerun, 'True or False')
+        require('' not in as_list(keep_fp32), who, 'keep_fp32', keep_fp32, 'less than the whole model, which learn.to_fp32() keeps in fp32')
         store_attr('keep_fp32,on_spiral,patience,rerun')
         self.amp_mode,self.kwargs = AMPMode(amp_mode),kwargs
         self.scaler = StepScaler(self, enabled=self.amp_mode==AMPMode.FP16, **kwargs)
@@ -141,6 +143,7 @@ class DynamicMixedPrecision(MixedPrecision):
             modules = self.states and self.states[0]
             if not modules or modules.model is not self.plan.model or modules.loss_func is not learn.loss_func:
                 self.states = ModelState(self.plan.model, learn.loss_func, learn),LearnerState(learn)
+                self.states[0].watches = self.meant is not learn.model
             entry.stand(learn.model)
             entry.plan = self.plan
         return self.plan
@@ -160,7 +163,7 @@ class DynamicMixedPrecision(MixedPrecision):
             raise ValueError("The optimizer holds none of the model's parameters: call learn.create_opt() after you replace learn.model.")
         warn_of_slow_half(plan, not self.log.steps)
         self.forget_step()
-        self.said,self.stopped = set(),None
+        self.said,self.stopped,self.meant = set(),None,None
         self.log.begin_fit('lr_find' if self.learn._grab_cbs(LRFinder) else 'fit')
         self.comparison.begin_fit()
         if not goes_on: self.log.fruitless = self.log.skipped_in_a_row = 0

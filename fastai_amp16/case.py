@@ -128,19 +128,27 @@ class Case:
     start:float = None # The first loss scale of the training, which the fault may have lowered
     backward:bool = True # Run the backward pass as well?
     silent:bool = False # Are wrong predictions a fault even if everything is finite?
+    lr:float = None # The learning rate of the last step that the fit has taken, if any
     tell:object = noop # Function to call before each run
     f:object = None # Function that runs one batch; by default, that of the batches
     fp32 = half = None # The runs of `diagnose` in fp32 and in half precision
+    left_out = () # names of callbacks that do not run
     controls = () # The runs in fp32 with rounded outputs, and of each batch twice
 
     def __post_init__(self):
         self.keep,self.batches,self.ranks = as_list(self.keep_fp32),self.step.batches,self.step.ranks
         self.model,self.learn,self.f = self.batches.model,self.batches.learn,self.f or self.batches.one_batch
+        self.loader = getattr(self.learn, 'dl', None) # of the batch; `None` if you gave it
 
     @property
     def kind(self) -> str:
         "The name of the half precision: 'float16' or 'bfloat16'"
         return str(self.dtype).split('.')[-1]
+
+    @property
+    def without(self) -> str:
+        "A sentence that names the callbacks that do not run; empty if all do"
+        return f"Without callbacks that raise outside a fit: {', '.join(self.left_out)}." if self.left_out else ''
 
     def plan(self,
         promoted=() # What else to keep in fp32, as in `keep_fp32`

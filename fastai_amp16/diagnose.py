@@ -65,30 +65,41 @@ def _bad_weights(case):
     named = [(n,t.isfinite() if t.requires_grad else ~t.isnan()) for n,t in (*case.model.named_parameters(), *case.model.named_buffers())]
     bad = {n: f'{n} ({c} of {ok.numel()} numbers)' for n,ok in named if (c:=int((~ok).sum()))}
     remedy = 'load an earlier checkpoint, or reset them if they are running statistics; no precision can repair them'
-    if bad: return PrecisionReport('weights', f"Weights or buffers are not finite to begin with: {listed([*bad.values()])}.", remedy,
+    when = f'after a step at a learning rate of {case.lr:.3g}' if case.lr else 'to begin with'
+    if bad: return PrecisionReport('weights', f"Weights or buffers are not finite {when}: {listed([*bad.values()])}.", remedy,
                                    first(bad).rpartition('.')[0])
 
 # %% ../nbs/17_diagnose.ipynb #4f182da2
+_exploded = 1e16 # fp32 ends at 3.4e38: the square of such a number comes near it
+
+def _in_data_set(case):
+    "The indices in the data set of the samples of the batch, in their order; `None` if the loader does not tell them"
+    order,i = getattr(case.loader, '_DataLoader__idxs', None),vars(case.learn).get('iter') # private in fastai; all indices of the epoch
+    if order is None or i is None or len(case.batches.inputs)>1 or case.loader.n!=len(case.loader.dataset): return
+    return order[i*case.loader.bs:(i+1)*case.loader.bs]
+
 def _bad_data(case):
-    "A report on inputs or targets at fault, or `None`: they are if the batch is finite with 0 in place of their NaNs and infinities"
+    "A report on inputs or targets at fault, or `None`: they are if the batch is finite with 0 in place of what is not finite or too large"
     inputs,ranks = case.batches.inputs,case.ranks
-    bad = [t for t in tensors(inputs) if t.layout==torch.strided and not t.isfinite().all()]
-    def mended(t): return torch.where(t.isfinite(), t, 0) if any(t is o for o in bad) else t
+    def is_good(t): return t.abs()<_exploded
+    bad = [t for t in tensors(inputs) if t.layout==torch.strided and not is_good(t).all()]
+    def mended(t): return torch.where(is_good(t), t, 0) if any(t is o for o in bad) else t
     if not ranks.some(bad): return
     with case.batches.with_inputs(mended):
         if not ranks.every(case.run_fp32(modules=False).finite): return
     has_nan = ranks.some(any(t.isnan().any() for t in bad)) # if so, an infinity may be meant, as in a mask
-    at_fault = {id(t): (t.isnan() if has_nan else ~t.isfinite()).reshape(len(t) if t.dim() else 1, -1).any(1) for t in bad}
+    at_fault = {id(t): (t.isnan() if has_nan else ~is_good(t)).reshape(len(t) if t.dim() else 1, -1).any(1) for t in bad}
     samples = sorted({i for o in at_fault.values() for i in o.nonzero().flatten().tolist()})
     def is_guilty(o): return any(at_fault[id(t)].any() for t in tensors(o) if id(t) in at_fault)
     whose = ' and '.join(what for what,o in zip(('inputs','targets'), zip(*inputs)) if is_guilty(o))
-    n,remedy = max(map(len, at_fault.values()), default=0),"find these samples in the data, and fix or drop them"
+    n,top = max(map(len, at_fault.values()), default=0),max((t.abs().max().item() for t in bad), default=0.)
+    what = f'reach {top:.3g}, which is too much for fp32,' if top<math.inf else 'are not finite'
+    if at := _in_data_set(case): samples = [at[i] for i in samples]
+    remedy,of = "find these samples in the data, and fix or drop them",' of the data set' if at else ''
     if samples: return PrecisionReport('data', samples=samples, remedy=remedy, sentence=
-        f"The {whose} of the batch are not finite in {len(samples)} of its {n} samples: {listed(samples, 10)}.")
+        f"The {whose} of the batch {what} in {len(samples)} of its {n} samples: {listed(samples, 10)}{of}.")
 
 # %% ../nbs/17_diagnose.ipynb #5625c536
-_exploded = 1e16 # fp32 ends at 3.4e38: the square of such a number comes near it
-
 @torch.no_grad()
 def _any_predictions(case):
     "Is the loss not finite for any predictions: small, large, positive, summing to 1, or close to the targets?"
@@ -125,12 +136,12 @@ def _diverged(case):
     return _divergence(case, phase, frame)
 
 def _divergence(case, phase, frame):
-    opt,where = case.learn.opt,frame and _where(case, frame.name)
-    diverges = f"training diverges{f' at a learning rate of {lr:.3g}' if (lr := opt and opt.hypers[-1]['lr']) else ''}, in any precision."
-    good,op = "; the weights are those of the last good step",None
+    where,op = frame and _where(case, frame.name),None
+    diverges = f": training diverges at a learning rate of {case.lr:.3g}, in any precision." if case.lr else "."
+    slower = "use a lower learning rate, warmup, {}; the weights are those of the last good step" if case.lr else "use {}"
     if frame is None:
-        what = f"The gradients are too large for fp32 as well: {diverges}"
-        remedy = "use a lower learning rate, warmup, or a smaller loss"+good
+        what = f"The gradients are too large for fp32 as well{diverges}"
+        remedy = slower.format("or a smaller loss" if case.lr else "a smaller loss")
     elif phase=='backward':
         what = f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite or too large."
         remedy = "keep the argument of sqrt, norm, log or a division away from 0 (add a small eps to it), or lower the learning rate"
@@ -140,8 +151,8 @@ def _divergence(case, phase, frame):
                 f"in exceeds {top:.3g}: a division by 0, a root or logarithm of a number that has none, or an exp of a large one.")
         remedy = "keep the argument of a division, sqrt, log or exp in its range (add a small eps, or clamp it), or lower the learning rate"
     else:
-        what = f"The batch is not finite in fp32 either, first in {where}: {diverges}"
-        remedy = "use a lower learning rate, warmup, GradientNormClip, or normalization"+good
+        what = f"The batch is not finite in fp32 either, first in {where}{diverges}"
+        remedy = slower.format("GradientNormClip, or normalization" if case.lr else "smaller weights, or normalization")
     return PrecisionReport('divergence', what, remedy, frame and _producer(frame), op)
 
 # %% ../nbs/17_diagnose.ipynb #c66e0f31
@@ -255,6 +266,7 @@ def _report(case, note, all_buffers):
         where = _where(case, r.module)
         if r.bits>0: report.sentence += f" The least room is in {where}: {r.bits:.1f} bits."
         else: report.sentence += f" Numbers in {where} exceed {torch.finfo(case.dtype).max:g} but do no harm."
+    if case.left_out: report.sentence += f" {case.without}"
     return report
 
 def _of_others(): return PrecisionReport('healthy', "The fault is in the batch of another rank.")
@@ -294,7 +306,7 @@ def _judged(case):
     report = _explained(case, why, plain)
     if healed: report.promoted,report.new_scale,_ = healed
     report.remedy = "train in fp32, since nothing else that was tried helps"
-    if healed: report.remedy = keep_code(names_of(case.model, [*case.keep, *report.promoted]), case.dtype)
+    if healed: report.remedy = keep_code(names_of(case.model, [*case.keep, *report.promoted]), case.dtype, case.plan(report.promoted).has_half)
     return report
 
 # %% ../nbs/17_diagnose.ipynb #df02d609

@@ -172,4 +172,5 @@ def examine(
     "Run a batch, and all checks on it, whose findings are in `found`"
     e = _Exam(case, device)
     for f in _checks: e.found += f(e)
+    if case.left_out: e.found.append(Finding('info', None, case.without, '# call learn.fp16_doctor() in a fit, from a callback'))
     return e

@@ -22,7 +22,8 @@ def case_of(
     "A `Case` of the batches of the current step"
     s = mp.scaler
     lowest,start = (s.min_scale,s.start) if s.is_enabled() and s.dynamic else (None,None)
-    return Case(mp.step, mp.keeps(mp.learn.model), mp.dtype, s.get_scale(), lowest, start, mp.training, mp.step.silent, tell)
+    lrs = [lr for _,_,_,lr,_,_,skipped,_ in mp.log.steps[mp.log.fit_start:] if not skipped]
+    return Case(mp.step, mp.keeps(mp.learn.model), mp.dtype, s.get_scale(), lowest, start, mp.training, mp.step.silent, last(lrs), tell)
 
 def heal(
     mp # A `DynamicMixedPrecision` with a step that half precision cannot hold
@@ -36,7 +37,7 @@ def heal(
     named = [r for r in d.reports if r.verdict!='scale'] # a lower scale is part of the history
     mp.reports += named
     if d.verdict is Verdict.healed and mp.on_spiral=='heal': _promote(mp, d)
-    if d.verdict is Verdict.fine and what is not None: step.batches.model_state.watches = False # fp32 has this infinity, too
+    if d.verdict is Verdict.fine and what is not None: mp.meant,step.batches.model_state.watches = mp.learn.model,False # fp32 has this infinity, too
     _tell(mp, d, named, what)
     step.silent,step.error = False,None
     if what is None:
@@ -54,7 +55,7 @@ def _promote(mp, d):
     for r in d.reports:
         r.done = f"The batch runs again, with {in_words(r.promoted)} in fp32 from now on."
         if d.silent and mp.learn._fitting and not mp.training: r.done += " Training so far may have had the same error."
-        r.remedy = f"To start that way: {keep_code(names_of(mp.plan.model, mp.keeps(mp.plan.model)), mp.dtype)}."
+        r.remedy = f"To start that way: {keep_code(names_of(mp.plan.model, mp.keeps(mp.plan.model)), mp.dtype, mp.plan.has_half)}."
 
 def _tell(mp, d, named, what):
     "Warn of what was found and done, or raise `FloatingPointError` with `on_spiral='raise'`"

@@ -8,6 +8,7 @@ __all__ = ['running', 'looking', 'training_case']
 # %% ../nbs/22_learner.ipynb #ad73d8b6
 from contextlib import nullcontext
 from inspect import cleandoc,signature
+from traceback import walk_tb
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision,ModelToHalf,NonNativeMixedPrecision
 from fastai.callback.schedule import LRFinder
@@ -23,6 +24,7 @@ from .scaler import DynamicScaler,require
 from .snapshot import learner_random_states,unchanged
 from .diagnose import diagnose
 from .ranks import Ranks
+from .rerun import may_be_halfs,not_faults
 from .history import plot_history
 from .messages import check_keywords
 from .healing import case_of
@@ -49,7 +51,9 @@ def _use(learn, mode, kwargs):
     new.make_plan(learn.model) # raises before anything changes
     _save_more(type(learn))
     if says := _replaces(new, old): print(says)
-    return learn.remove_cbs(old).add_cb(new)
+    learn.remove_cbs(old).add_cb(new)
+    _take_up(learn)
+    return learn
 
 def _explained(f):
     "Add a line for each argument to the docstring, for `?` and `help`"
@@ -187,6 +191,7 @@ def _can_compute_half(mp):
 def _fit(learn, f):
     "Run `f`, which is all epochs, without gradients from before, and leave none behind"
     if learn._fitting: return _standing(learn, f)
+    vars(learn).pop('_loaded', None) # by a fit without mixed precision
     def run():
         learn._fitting = True
         if mp := running(learn): mp.begin_fit(hasattr(learn, 'skip_to_epoch'))
@@ -233,7 +238,7 @@ def _for_export(state):
 @patch_to(Learner)
 @functools.wraps(_fastais_getstate)
 def __getstate__(self): # a learner that you export or copy during a fit is not in a fit
-    state = {k: v for k,v in _fastais_getstate(self).items() if k not in ('_entry','_fitting','_exporting')}
+    state = {k: v for k,v in _fastais_getstate(self).items() if k not in ('_entry','_fitting','_exporting','_loaded')}
     return _for_export(state) if '_exporting' in vars(self) else state
 
 @functools.wraps(_fastais_export)
@@ -258,35 +263,42 @@ def _with_events(self, f, event_type, ex, final=noop):
 
 # %% ../nbs/22_learner.ipynb #febe9b86
 class _OptAndMore:
-    "Stands in for `learn.opt` while a checkpoint is saved or loaded: the optimizer with the state of the mixed precision `mp`"
-    def __init__(self, opt, mp): self.opt,self.mp = opt,mp
+    "Stands in for `learn.opt` while a checkpoint is saved or loaded: the optimizer with the state of the mixed precision"
+    def __init__(self, opt, learn): self.opt,self.learn = opt,learn
     def state_dict(self):
-        mp = self.mp
+        if (mp := running(self.learn)) is None: return self.opt.state_dict()
         return {**self.opt.state_dict(), 'scaler':mp.scaler.state_dict(), 'healing':{'promoted':mp.promoted, 'fruitless':mp.log.fruitless},
                 'random':mp.resumed or {**learner_random_states(mp.learn), 'ranks':list(mp.randoms[1:])}}
     def load_state_dict(self, sd):
-        sd,mp = dict(sd),self.mp
-        scaler,random,healing = [sd.pop(k, None) for k in ('scaler','random','healing')]
-        mp.resumed = random
-        if rank := rank_distrib(): mp.resumed = ((random or {}).get('ranks', ())[rank-1:rank] or [None])[0]
+        sd = dict(sd)
+        more = {k: sd.pop(k, None) for k in ('scaler','random','healing')}
         self.opt.load_state_dict(sd)
-        if mp.learn._grab_cbs(LRFinder): return # `lr_find` restores the weights, and keeps the scale and the promotions that it found
-        mp.plan = None
-        if healing: mp.promoted,mp.log.fruitless = healing['promoted'],healing['fruitless']
-        if scaler: mp.scaler.load_state_dict(scaler)
+        self.learn._loaded = more
+        _take_up(self.learn)
+
+def _take_up(learn):
+    "Continue with the mixed precision of the last checkpoint; `to_fp16_dynamic` may come after `learn.load`"
+    if (mp := running(learn)) is None or not (loaded := vars(learn).pop('_loaded', None)): return
+    scaler,random,healing = loaded.values()
+    mp.resumed = random
+    if rank := rank_distrib(): mp.resumed = ((random or {}).get('ranks', ())[rank-1:rank] or [None])[0]
+    if learn._grab_cbs(LRFinder): return # `lr_find` restores the weights, and keeps the scale and the promotions that it found
+    mp.plan = None
+    if healing: mp.promoted,mp.log.fruitless = healing['promoted'],healing['fruitless']
+    if scaler: mp.scaler.load_state_dict(scaler)
 
 def _with_more(f, loads):
-    "The method `f`, which saves or loads, with an `_OptAndMore` as `learn.opt` if a `DynamicMixedPrecision` works"
+    "The method `f`, which saves or loads, with an `_OptAndMore` as `learn.opt`"
     @functools.wraps(f)
     def g(self, *args, **kwargs):
-        if (mp := running(self)) is None or isinstance(self.opt, _OptAndMore): return f(self, *args, **kwargs)
-        if loads and self.opt is None: self.create_opt()
+        if isinstance(self.opt, _OptAndMore): return f(self, *args, **kwargs)
+        if loads and self.opt is None: self.create_opt() # as fastai's does
         opt = self.opt
-        if opt is not None: self.opt = _OptAndMore(opt, mp)
+        if opt is not None: self.opt = _OptAndMore(opt, self)
         try: return f(self, *args, **kwargs)
         finally:
             self.opt = opt
-            if loads: mp.forget_step() # it belongs to the weights before
+            if loads and (mp := running(self)): mp.forget_step() # it belongs to the weights before
     return g
 
 @functools.cache
@@ -317,14 +329,53 @@ def _check(learn, b):
         what = 'a tensor' if isinstance(b, Tensor) else repr(b)
         raise TypeError(f"b must be a batch of inputs and targets, such as learn.dls.one_batch(), and is {what}.")
 
+def _begin(learn, dl):
+    "Give `learn` what fastai does before the first batch of a fit"
+    if learn.opt is None: learn.create_opt()
+    learn.dl,learn.n_epoch,learn.n_iter,learn.loss = dl,1,len(dl) if hasattr(dl, '__len__') else 1,tensor(0.)
+    learn.epoch = learn.iter = learn.train_iter = learn.pct_train = 0
+
 def _prepare(learn, b):
-    "Prepare the batch `b` as a fit does before it calls the model"
+    "Prepare the batch `b` as a fit does before it calls the model; returns the callbacks that raise, outside a fit"
     learn._split(b)
     learn.training = learn.model.train().training
-    for cb in learn.cbs.sorted('order'):
+    def failed(cb):
         try: cb('before_batch')
-        except Exception: # a callback that needs the events of a fit before
+        except Exception:
             if learn._fitting: raise
+            return True
+    return [cb for cb in learn.cbs.sorted('order') if failed(cb)]
+
+def _that_raises(mp, entry):
+    "The callback that raises when the batch runs in fp32, as a list of one; empty if none does"
+    found = []
+    with mp.asking(entry):
+        case = case_of(mp)
+        def one_batch():
+            try: case.batches.one_batch()
+            except not_faults: raise
+            except Exception as e:
+                frames = [f for f,_ in walk_tb(e.__traceback__) if f.f_code is Callback.__call__.__code__]
+                if frames and not may_be_halfs(e, mp.learn): found.append(frames[-1].f_locals['self'])
+                raise
+        case.f = one_batch
+        case.run_fp32(modules=False)
+    return found[:1]
+
+def _left_out(mp, entry, failed):
+    "Let callbacks that raise outside a fit see its beginning; return the names of those that raise nevertheless, and remove them"
+    learn,begun,names = mp.learn,set(),[]
+    if not {*map(type, learn.cbs)}-{*defaults.callbacks,type(mp)}: return names
+    while failed := failed or _that_raises(mp, entry):
+        cb = failed.pop()
+        try:
+            if cb in begun: raise RuntimeError
+            begun.add(cb)
+            for o in ('before_fit','before_epoch','before_train','before_batch'): cb(o)
+        except Exception:
+            learn.remove_cb(cb)
+            names.append(type(cb).__name__)
+    return names
 
 @contextmanager
 def _on(model, device):
@@ -351,10 +402,15 @@ def training_case(
         learn.remove_cbs(_mixed(learn)).add_cb(mp) # alone
         mp.looks,mp.plan,mp.step = True,None,None
         try:
-            if b is None and not (learn._fitting and hasattr(learn, 'xb')): b = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
-            if b is not None: _prepare(learn, to_device(b, device)) # else the current batch
+            given,failed = b is not None,[]
+            if not learn._fitting: _begin(learn, dl)
+            if not given and not (learn._fitting and hasattr(learn, 'xb')): b = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
+            if b is not None: failed = _prepare(learn, to_device(b, device)) # else the current batch
+            names = [] if learn._fitting else _left_out(mp, entry, failed)
             with mp.asking(entry):
                 case = case_of(mp)
+                case.left_out = names
+                if given: case.loader = None
                 case.backward = case.backward and any(p.requires_grad for p in case.model.parameters())
                 yield case
         finally:

@@ -87,7 +87,7 @@ verdicts = dict(
     inputs=(lambda: healthy(x=with_nan(torch.randn(8,8), 2, 5)), 'data', None, None, r'inputs .* in 2 of its 8 samples: 2, 5\.'),
     targets=(lambda: healthy(y=with_nan(torch.randn(8,1), 7)), 'data', None, None, r'targets .* in 1 of its 8 samples: 7\.'),
     divergence=(mid(lambda x: x*1e30, lambda x: x*1e30, lr=0.5), 'divergence', '2', None,
-                r'not finite in fp32 either, first in 2 \(Do\).*learning rate of 0\.5'),
+                r'not finite in fp32 either, first in 2 \(Do\)\.$'),
     log=(mid(lambda x: x.log()), 'divergence', '1', 'log', r'first in `log` in 1 \(Do\), although no number that goes in exceeds \d\.'),
     log_loss=(lambda: healthy(loss_func=lambda p,t: (p-p).abs().log().mean()), 'loss_func', None, None, r'whatever the predictions are'),
     exp=(mid(lambda x: (x*1e3).exp()), 'divergence', '1', 'exp', r'first in `exp` in 1 \(Do\), although no number that goes in exceeds'),

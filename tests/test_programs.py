@@ -1,7 +1,8 @@
 "Programs of kinds that people report as broken in half precision, against fp32"
 from functools import partial
 import pytest,torch
-from fastai.basics import Callback,CancelBatchException,Learner,OptimWrapper,nn,set_seed
+from fastai.basics import SGD,Callback,CancelBatchException,Learner,OptimWrapper,nn,set_seed
+from fastai.callback.mixup import MixUp
 from fastai_amp16.all import *
 from common import Do,between,both,fit,learner,plain_mlp,weights
 
@@ -193,3 +194,97 @@ def test_infinities_that_are_meant_are_known_once_fp32_has_shown_them():
         fit(learn, 3)
         return len(calls)
     assert count(True)<=count(False)+16 # and not each of the 48 batches of validation again
+
+def test_infinities_that_are_meant_are_known_from_validation_to_validation():
+    calls = []
+    def masked(x):
+        calls.append(1)
+        return x.masked_fill(torch.arange(4)==3, -torch.inf)
+    def loss(p, y): return (p[:,:3]-y).square().mean()/16
+    learn = learner(lambda: nn.Sequential(nn.Linear(8, 4), Do(masked)), loss_func=loss).to_fp16_dynamic()
+    def count():
+        calls.clear()
+        learn.validate()
+        return len(calls)
+    assert count()>1 and [count(), count()]==[1,1]
+    fit(learn, 1) # which changes weights, so that others may be infinite
+    assert count()>1 and count()==1
+
+# Words
+
+def named(learn, lr, samples=()):
+    "What a fit that no precision can learn from says"
+    with pytest.warns(PrecisionWarning): fit(learn.to_fp16_dynamic(), 2, lr)
+    r = learn.mixed_precision.reports[0]
+    assert r.samples==[*samples]
+    return r.sentence
+
+def test_numbers_too_large_for_fp32_are_named_in_the_data_and_not_blamed_on_the_learning_rate():
+    assert named(learner(plain_mlp, scale=1e25, shuffle=False), 1e-2, range(16)).startswith('The targets of the batch reach ')
+    learn = learner(plain_mlp, shuffle=False)
+    learn.dls.train.dataset[21][0][3] = 3e27
+    assert named(learn, 1e-2, [21])=='The inputs of the batch reach 3e+27, which is too much for fp32, in 1 of its 16 samples: 21 of the data set.'
+
+def test_before_a_step_no_learning_rate_is_blamed():
+    def make(by):
+        learn = learner(plain_mlp)
+        with torch.no_grad(): learn.model[0].weight.mul_(by)
+        return learn
+    assert 'learning rate' not in named(make(1e30), 1e-2) and 'at a learning rate of 1e+15' in named(make(1.), 1e15)
+
+def test_weights_that_a_step_has_made_infinite_were_not_so_to_begin_with():
+    learn = learner(plain_mlp, opt_func=SGD, loss_func=lambda p,y: 1e4*(p-y).square().mean())
+    assert 'not finite after a step at a learning rate of 1e+38: ' in named(learn, 1e38)
+
+@pytest.mark.parametrize('shuffle', [False,True])
+@pytest.mark.parametrize('num_workers', [0,1])
+def test_samples_are_named_by_their_place_in_the_data_set(shuffle, num_workers):
+    learn = learner(plain_mlp, shuffle=shuffle)
+    learn.dls.loaders[0] = learn.dls.train.new(num_workers=num_workers)
+    learn.dls.train.dataset[40][0][2] = torch.nan
+    assert named(learn, 1e-2, [40]).endswith('in 1 of its 16 samples: 40 of the data set.')
+
+def test_samples_of_a_batch_that_you_give_are_named_by_their_place_in_it():
+    learn = learner(plain_mlp)
+    x,y = learn.dls.one_batch()
+    x[5,0] = torch.nan
+    r = learn.diagnose_fp16((x, y))
+    assert r.samples==[5] and r.sentence.endswith('in 1 of its 16 samples: 5.')
+
+@pytest.mark.parametrize('keep', ['', [''], ['head','']])
+def test_the_whole_model_in_fp32_is_refused(keep):
+    with pytest.raises(ValueError, match=r'keep_fp32=.* is not valid; .*learn\.to_fp32\(\)'): learner().to_fp16_dynamic(keep_fp32=keep)
+
+def test_a_report_that_keeps_everything_names_to_fp32():
+    learn = learner(lambda: nn.Linear(8,1), loss_func=lambda p,y: 1e13*(p-y).square().mean())
+    assert 'learn.to_fp32()' in learn.diagnose_fp16().remedy
+
+# Before the first fit
+
+class Annealed(Callback):
+    "A loss that needs what fastai sets in a fit"
+    def after_loss(self):
+        share = self.pct_train+self.epoch/self.n_epoch+self.iter/self.n_iter+self.train_iter+len(self.dl)+self.opt.hypers[0]['lr']
+        self.learn.loss_grad = self.learn.loss_grad*share
+
+class Counts(Callback):
+    def before_fit(self): self.n = 0
+    def after_pred(self): self.n += 1
+
+@pytest.mark.parametrize('cb', [Annealed,Counts,partial(MixUp,.4)], ids=['annealed','counts','mixup'])
+@pytest.mark.parametrize('ask', ['diagnose_fp16','fp16_doctor'])
+def test_reports_before_the_first_fit_run_as_in_its_first_batch(cb, ask):
+    learn = learner(plain_mlp, cbs=cb())
+    before,mine = {**vars(learn)},{**vars(learn.cbs[-1])}
+    assert 'raise' not in str(getattr(learn, ask)())
+    assert vars(learn)==before and vars(learn.cbs[-1])==mine and learn.opt is None
+
+class Needs(Callback):
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad*self.learn.of_another_callback
+
+@pytest.mark.parametrize('ask', ['diagnose_fp16','fp16_doctor'])
+def test_a_callback_that_cannot_run_is_left_out_and_named(ask):
+    learn = learner(plain_mlp, cbs=[Needs(),Counts()])
+    assert 'Without callbacks that raise outside a fit: Needs.' in str(getattr(learn, ask)()) and [*learn.cbs[-2:].map(type)]==[Needs,Counts]
+    learn.of_another_callback = 2.
+    assert 'Needs' not in str(getattr(learn, ask)())

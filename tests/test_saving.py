@@ -184,6 +184,19 @@ def test_what_healing_keeps_in_fp32_is_loaded(tmp_path):
     assert a.mixed_precision.promoted==b.mixed_precision.promoted==['1'] and b.mixed_precision.n_rerun==0
     with pytest.warns(UserWarning, match='optimizer state'): assert new().load('without').mixed_precision.promoted==[]
 
+def test_load_before_mixed_precision_is_chosen(tmp_path):
+    "The scale and the promotions wait for `to_fp16_dynamic`, but not beyond a fit, and not in a pickle"
+    def model(): return nn.Sequential(nn.Linear(8,16), Detour(), nn.Linear(16,1))
+    def new(): return learner(model, path=tmp_path, cbs=Poison(range(9), 'precision'))
+    with pytest.warns(UserWarning, match='`mul` in 1'): a = fit(new().to_fp16_dynamic(init_scale=2.**9), 1)
+    a.save('a')
+    b,c,d = new().load('a').to_fp16_dynamic(),fit(new().load('a'), 1).to_fp16_dynamic(),pickle.loads(pickle.dumps(new().load('a')))
+    first,second = new().load('a'),fit(learner(model, path=tmp_path), 1)
+    second.save('b')
+    first.load('b')
+    mps = [o.mixed_precision for o in (a,b,c,d.to_fp16_dynamic(),first.to_fp16_dynamic())]
+    assert [(mp.scaler.get_scale(),mp.promoted) for mp in mps]==2*[(2.**9,['1'])]+3*[(2.**16,[])]
+
 def test_load_without_the_optimizer(tmp_path):
     a = fit(learner(path=tmp_path, loss_func=steep).to_fp16_dynamic(), 1)
     a.save('with'), a.save('without', with_opt=False)
