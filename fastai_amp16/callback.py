@@ -285,6 +285,7 @@ class DynamicMixedPrecision(MixedPrecision):
         overflows,scaled,self.skipped = step.outcome is Outcome.overflow,s.get_scale(),True
         self.end_step(scaled, True)
         step.batches.put_back()
+        self.ranks.forget()
         if not step.can_rerun and overflows and s.is_enabled() and scaled>s.min_scale and s.dynamic:
             self.log.skipped_in_a_row -= 1
             s.update(found_inf=True) # as a scaler does that skips
@@ -364,6 +365,7 @@ class DynamicMixedPrecision(MixedPrecision):
         step,(what,scale) = self.step,self.step.next
         if what is Next.diagnose: what,scale = heal(self, f)
         step.begin_attempt(what, scale or self.scaler.get_scale())
+        self.ranks.forget()
         return partial(step.batches.run, f, None if step.in_fp32 else self.plan)
 
     def end_batch(self, goes_on, # May the fit go on?
@@ -373,7 +375,9 @@ class DynamicMixedPrecision(MixedPrecision):
         if is_bare := step.is_bare: self.say_once(bare_step)
         if not goes_on: self.forget_step()
         elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
-        elif not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
+        else:
+            if not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
+            step.batches.wait()
 
     @contextmanager
     def asking(self, entry): # The `Entry` of the fit, or a new one
