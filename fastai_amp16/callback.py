@@ -288,6 +288,7 @@ class DynamicMixedPrecision(MixedPrecision):
         overflows,scaled,self.skipped = step.outcome is Outcome.overflow,s.get_scale(),True
         self.end_step(scaled, True)
         step.batches.put_back()
+        self.ranks.forget()
         if not step.can_rerun and overflows and s.is_enabled() and scaled>s.min_scale and s.dynamic:
             s.update(found_inf=True) # as a scaler does that skips
         else:
@@ -368,6 +369,7 @@ class DynamicMixedPrecision(MixedPrecision):
         step,(what,scale) = self.step,self.step.next
         if what is Next.diagnose: what,scale = heal(self)
         step.begin_attempt(what, scale or self.scaler.get_scale())
+        self.ranks.forget()
         return partial(step.batches.run, None if step.in_fp32 else self.plan)
 
     def end_batch(self, goes_on, # May the fit go on?
@@ -377,7 +379,9 @@ class DynamicMixedPrecision(MixedPrecision):
         if is_bare := step.is_bare: self.say_once(bare_step)
         if not goes_on: self.forget_step()
         elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
-        elif not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
+        else:
+            if not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
+            step.batches.wait()
 
     @contextmanager
     def asking(self, entry): # The `Entry` of the fit, or a new one

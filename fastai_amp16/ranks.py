@@ -111,3 +111,8 @@ class Ranks:
     def end_pass(self):
         "Count a forward pass without gradients that raised: after it, as after any other, `DistributedDataParallel` sends no buffers"
         if self.ddp is not None: self.ddp.require_forward_param_sync = False
+
+    def forget(self):
+        "Drop what PowerSGD has kept of unused gradients, since it would spoil later ones"
+        for _,state in getattr(self.ddp, '_comm_hooks', ()): # private in torch: a hook and its state; without it, they are kept
+            for k in ('error_dict','p_memory_dict','q_memory_dict'): getattr(state, k, {}).clear()

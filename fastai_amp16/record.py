@@ -53,12 +53,11 @@ def _read(measures):
     if not measures: return []
     return [Measured(*o.tolist()) for o in torch.cat([o.to(measures[0].device) for o in measures]).cpu().split([*map(len, measures)])]
 
-# %% ../nbs/10_record.ipynb #5f4d2321
+# %% ../nbs/10_record.ipynb #5d43a7a2
 def _mended(t):
     "`t` with 0 in place of NaN and the largest number in place of infinity"
     return t.nan_to_num(0.) if t.dtype in half_types else t.nan_to_num(0., 65504., -65504.)
 
-# %% ../nbs/10_record.ipynb #5d43a7a2
 loss_name = 'the loss function.' # no name of a module ends with a dot
 
 class _Seen:

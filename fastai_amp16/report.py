@@ -89,7 +89,6 @@ def keep_code(
     names = [n for n in dict.fromkeys(names) if not any(n.startswith(o+'.') for o in names)] # modules inside are kept anyway
     return f"learn.to_{'bf' if dtype==torch.bfloat16 else 'fp'}16_dynamic(keep_fp32=[{', '.join(map(repr, names))}])"
 
-# %% ../nbs/14_report.ipynb #c77949cd
 _code = re.compile(r"""`([^`]+)`                                       # marked as code
     | (learn\.[\w.]+\((?:[^()\n]|\([^()\n]*\))*\)                       # a call
     | (?:keep_fp32|init_scale)=(?:\[.*?\]|\S*[^\s.,:]))                 # an argument""", re.X)
@@ -100,7 +99,6 @@ def as_html(
     "Turn a sentence into HTML"
     return _code.sub(lambda m: f'<code>{m[1] or m[2]}</code>', escape(text, quote=False)).replace('\n', '<br>')
 
-# %% ../nbs/14_report.ipynb #c94d20b6
 def _advice(remedy):
     "The remedy as a sentence; text that does not begin with a capitalized word gets a few words in front"
     if not remedy or re.match('[A-Z][a-z]*[ ,]', remedy): return remedy

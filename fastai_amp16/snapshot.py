@@ -214,6 +214,21 @@ class ModelState:
         "Nothing is put back any more"
         for o in (self.norms,self.rest): o.end()
 
+    def attributes(self) -> list: # Of a dict, a key, a value and its mark
+        "The attributes of modules and loss function, without tensors that have a graph, which they would keep alive"
+        return [(d,k,v,_mark(v)) for v,(d,k) in zip(self.rest.values(), self.rest.places)
+                if not isinstance(v, Tensor) or v.grad_fn is None]
+
+    def written_since(self,
+        before:list # From `attributes`
+    ) -> list: # Functions
+        "Find what was written to modules and loss function from outside since `before`; the functions repeat it"
+        def again(d, k, v, copy):
+            d[k] = v
+            if copy is not None: _write(v, copy)
+        return [partial(again, d, k, v, v.detach().clone() if isinstance(v, Tensor) else None) for d,k,old,mark in before
+                if k in d and ((v := d[k]) is not old or _mark(v)!=mark)]
+
     def weights(self) -> tuple:
         "A value that changes when weights are written to; torch does not count writes to `.data`, so it includes a few numbers"
         at = [p.data_ptr() for p in self.some]

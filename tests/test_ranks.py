@@ -4,6 +4,7 @@ import pytest,torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState,powerSGD_hook
 from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -184,6 +185,22 @@ def test_the_next_step_is_an_ordinary_one(pair, setting, when):
 
 @pytest.mark.parametrize('when', ['before','after'])
 def test_with_compression_and_accumulation(pair, when): pair(_throws_away, model, {}, when, False, True, True)
+
+def _forgets(rank):
+    "PowerSGD keeps nothing of an infinite gradient"
+    ddp = DistributedDataParallel(nn.Linear(64,64))
+    ddp.register_comm_hook(state := PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+    ranks,x = Ranks(ddp),torch.randn(4,64)
+    for i in range(6):
+        ddp.zero_grad()
+        (ddp(x).sum()*(float('inf') if i==3 else 1)).backward()
+        if i==3:
+            assert any(not t.isfinite().all() for t in state.error_dict.values())
+            ranks.forget()
+    assert state.error_dict and all(p.grad.isfinite().all() for p in ddp.parameters())
+    Ranks().forget()
+
+def test_compression_forgets_what_was_not_used(pair): pair(_forgets)
 
 # A rank that raises alone
 
