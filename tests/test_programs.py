@@ -1,9 +1,9 @@
 "Programs of kinds that people report as broken in half precision, against fp32"
 from functools import partial
 import pytest,torch
-from fastai.basics import Callback,CancelBatchException,Learner,OptimWrapper,nn,set_seed
+from fastai.basics import Callback,CancelBatchException,Learner,OptimWrapper,nn,noop,set_seed
 from fastai_amp16.all import *
-from common import Do,between,both,fit,learner,plain_mlp,weights
+from common import Do,between,both,equal,fit,learner,plain_mlp,state,weights
 
 def ends(learn): return learn.recorder.values[-1][-1]
 
@@ -132,16 +132,82 @@ def test_hooks_on_sparse_gradients_see_true_ones():
 # Half precision that is meant
 
 class HalfBackbone(nn.Module):
-    def __init__(self):
+    "A frozen half-precision body; casts what goes in and out if `casts_in` and `casts`"
+    def __init__(self, half, body, mid=noop, casts=True, casts_in=True):
         super().__init__()
-        self.body,self.head = nn.Linear(8, 8).half().requires_grad_(False),nn.Linear(8, 1)
-    def forward(self, x): return self.head(self.body(x.half()).float())
+        self.half_type,self.casts,self.casts_in,self.seen = half,casts,casts_in,set()
+        self.body = nn.Sequential(*body()).to(half).requires_grad_(False)
+        self.head = nn.Sequential(nn.Linear(8, 16), Do(mid), nn.Linear(16, 1))
+    def forward(self, x):
+        h = self.body(x.to(self.half_type) if self.casts_in else x)
+        self.seen.add(h.dtype)
+        return self.head(h.float() if self.casts else h)
 
-def test_frozen_parts_may_be_half():
-    learn = as_in_fp32(lambda: learner(HalfBackbone))
-    assert learn.model.body.weight.dtype==torch.float16
+def dense(norm): return lambda: (nn.Linear(8, 12), norm(12), nn.ReLU(), nn.Linear(12, 8))
+def convolved(): return nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 3, padding=1), nn.BatchNorm1d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 8)
+class Evals(Callback):
+    def before_batch(self): self.model.body.eval()
+
+bodies = {'dense': lambda: (nn.Linear(8, 8),), 'batch norm': dense(nn.BatchNorm1d), 'layer norm': dense(nn.LayerNorm),
+          'instance norm': dense(lambda n: nn.Sequential(nn.Unflatten(1, (3, 4)), nn.InstanceNorm1d(3), nn.Flatten())), 'conv': convolved}
+halfs = pytest.mark.parametrize('half', [torch.float16,torch.bfloat16], ids=['half','bfloat16'])
+
+def half_learner(half, body='batch norm', cbs=(), half_inputs=False, **kwargs):
+    learn = learner(partial(HalfBackbone, half, bodies[body], casts_in=not half_inputs, **kwargs), cbs=cbs)
+    for dl in learn.dls.loaders if half_inputs else (): dl.dataset[:] = [(x.to(half),y) for x,y in dl.dataset]
+    return learn
+
+@both
+@halfs
+@pytest.mark.parametrize('evals', [False,True], ids=['train','eval'])
+@pytest.mark.parametrize('body', bodies)
+def test_a_frozen_half_part_computes_as_in_fp32(body, evals, half, to, dtype):
+    def make(): return half_learner(half, body, Evals() if evals else ())
+    ref,learn = fit(make()),as_in_fp32(make, to)
+    a,b = learn.model.body.state_dict(),ref.model.body.state_dict()
+    assert all(torch.equal(t, b[k]) and t.dtype==b[k].dtype for k,t in a.items()) and learn.model.seen=={half}
+    assert not learn.mixed_precision.promoted and not learn.mixed_precision.n_rerun
+    with learn.no_bar(), ref.no_bar(): (preds,_),(wanted,_) = learn.get_preds(),ref.get_preds()
+    torch.testing.assert_close(preds, wanted, rtol=0, atol=2e-2)
     learn.model.body.requires_grad_(True)
     with pytest.raises(ValueError, match='fp32 master weights'): fit(learn)
+
+@both
+@halfs
+@pytest.mark.parametrize('half_inputs', [False,True])
+def test_half_parts_and_half_inputs_run_in_fp32(half_inputs, half, to, dtype):
+    "In comparisons, where a batch is diagnosed and healed, in a report and for the doctor; whether or not the model casts what it gets"
+    for casts in (True,False):
+        learn = getattr(half_learner(half, half_inputs=half_inputs, mid=asserts, casts=casts), to)()
+        before = learn.model.body[1].running_var.clone()
+        assert learn.diagnose_fp16().promoted==['head.1'] and 'AssertionError' in str(learn.fp16_doctor())
+        assert torch.equal(learn.model.body[1].running_var, before)
+        fit(learn)
+        ref = fit(half_learner(half, half_inputs=half_inputs))
+        assert learn.mixed_precision.promoted==['head.1'] and ends(learn)==pytest.approx(ends(ref), rel=1e-2)
+        for t,o in zip(learn.model.body.buffers(), ref.model.body.buffers()): torch.testing.assert_close(t, o, rtol=0, atol=0)
+
+@both
+def test_beside_a_half_part_everything_else_can_stay_in_fp32(to, dtype):
+    ref,learn = fit(half_learner(dtype)),getattr(half_learner(dtype), to)(keep_fp32=['*','.'])
+    assert equal(state(fit(learn)), state(ref)) and not learn.mixed_precision.scaler.is_enabled()
+
+def test_half_inputs_are_compared_with_fp32():
+    "Squares beyond 65504 make this 0 in fp16, without a sign"
+    def hidden(x): return 100*x/(1e5*x*x).sum(1, keepdim=True).add(1).sqrt()
+    mp = as_in_fp32(lambda: half_learner(torch.float16, half_inputs=True, mid=hidden)).mixed_precision
+    assert mp.promoted==['head.1']
+
+def test_a_half_teacher_of_a_callback_stays_half():
+    class Teaches(Callback):
+        def before_fit(self):
+            set_seed(1)
+            self.net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).half()
+        def after_pred(self):
+            with torch.no_grad(): self.learn.yb = (self.y/2+self.net(self.x.half()).float()/2,)
+    def make(): return learner(between(Do(asserts)), cbs=Teaches())
+    learn = as_in_fp32(make)
+    assert learn.mixed_precision.promoted==['1'] and {t.dtype for t in learn.teaches.net.buffers()}=={torch.float16,torch.int64}
 
 # Layouts, objects and infinities
 
