@@ -209,7 +209,7 @@ class DynamicMixedPrecision(MixedPrecision):
             self.learn.loss = torch.full_like(self.loss, step.ranks.read([self.loss.mean()])[0]/step.ranks.size)
         if self.wraps_backward: return
         step.begin_backward()
-        step.batches.gradients.begin_backward(step.scale)
+        step.batches.gradients.begin_backward(step.loss_scale)
 
     def after_backward(self):
         if self.step is None or self.wraps_backward: return
@@ -256,7 +256,7 @@ class DynamicMixedPrecision(MixedPrecision):
         "Run `f`, the backward pass of `learn.loss_grad`; callbacks see true losses and gradients before and after it"
         if self.step is None: return f()
         self.step.begin_backward()
-        with ScaledBackward(self.step.batches, self.step.scale): f()
+        with ScaledBackward(self.step.batches, self.step.loss_scale): f()
         if self.step.settle(waits=True) is Next.skip:
             for p in self.step.batches.gradients.held(): p.grad.zero_() # no other code should use these
 

@@ -30,18 +30,18 @@ class Measured(NamedTuple):
     flushed:float = None # How many become 0 in half precision
     subnormal:float = None # How many become subnormal in half precision
 
-def _measure(t, dtype=None):
-    "The numbers of a `Measured` as a tensor on the device, without waiting for it; with what `dtype` would lose, if given"
+def _measure(t, dtype=None, scale=1):
+    "The numbers of a `Measured` of `t` times `scale`, as a tensor on the device, without a wait; with what `dtype` loses, if given"
     with no_torch_function(), torch.no_grad():
         a = stored(t.detach())
         if a.numel()>_at_once:
             a = a.squeeze() # or it could not be split along the first dimension
-            parts = torch.stack([_measure(o, dtype) for o in a.split(max(1, _at_once*len(a)//a.numel()))])
+            parts = torch.stack([_measure(o, dtype, scale) for o in a.split(max(1, _at_once*len(a)//a.numel()))])
             return torch.where(torch.arange(parts.shape[1], device=parts.device)==1, parts.amax(0), parts.sum(0))
         a = a.abs()
         if a.dtype in half_types: a = a.float()
         finite = a.isfinite()
-        a = torch.where(finite, a, 0)
+        a = torch.where(finite, a, 0)*scale
         res = [(~finite).sum(), a.amax() if a.numel() else a.sum()]
         if dtype:
             f = torch.finfo(dtype)
@@ -138,6 +138,7 @@ class Recording(TorchFunctionMode):
         super().__init__()
         self.names = {m:n for n,m in model.named_modules()}
         self.dtype,self.scale,self.reference,self.note = dtype,scale,reference,note
+        self.times = 1 if plan else scale # gradients of fp32 come without a loss scale, and are measured as if they had this one
         refs = reference.seen if reference else {}
         self.meant = {(_place(k),what) for k,s in refs.items() for what in ('value','grad') if s.is_bad(what)}
         self.in_fp32 = {n for m,n in self.names.items() if m in plan.in_fp32} if plan else set()
@@ -229,7 +230,7 @@ class Recording(TorchFunctionMode):
 
     def _came_by(self, seen, grad):
         if grad is None: return # a reentrant checkpoint gives none
-        seen.grad,seen.turn = _measure(grad, None if self.reference else self.dtype),len(self.fired)
+        seen.grad,seen.turn = _measure(grad, None if self.reference else self.dtype, self.times),len(self.fired)
         self.fired.append(seen)
         if self.reference and (_place(seen.key),'grad') not in self.meant: return _mended(grad)
 

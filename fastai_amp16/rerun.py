@@ -13,7 +13,7 @@ from fastai.basics import *
 from torch.overrides import TorchFunctionMode
 from .entry import Entry,outside
 from .grads import scale_grads
-from .nested import replace,tensors
+from .nested import replace,stored,tensors
 from .precision import PrecisionPlan
 from .private import hooks_of,no_torch_function
 from .snapshot import LearnerState,ModelState
@@ -25,6 +25,14 @@ def _with_true(hook, scale, grad):
     "Call `hook` with the true gradient; what has overflowed stays infinite, since the batch runs again for that"
     if (res := hook(grad/scale)) is None: return None
     return res*scale if grad.is_sparse else torch.where(grad.isfinite(), res*scale, grad)
+
+def _after_true(hook, scale, p):
+    "Call `hook` with the true gradient in `p`, which it may use or change, but not with one that has overflowed"
+    if not stored(p.grad).isfinite().all(): return
+    with torch.no_grad():
+        p.grad.div_(scale)
+        hook(p)
+        if p.grad is not None: p.grad.mul_(scale)
 
 class Gradients:
     "The gradients that a backward pass of the learner reaches"
@@ -67,9 +75,12 @@ class Gradients:
     ):
         "Let hooks on parameters and other leaves see true gradients"
         for d,before in self.hooks: d.update({k: before[k] for k in d.keys() & before.keys()}) # those that were not removed
-        hooked = filter(None, map(hooks_of, (*self.params.values(), *self.leaves))) if scale!=1 else ()
-        self.hooks = [(d,{k: h for k,h in d.items() if not _is_ours(h)}) for d in hooked]
-        for d,theirs in self.hooks: d.update({k: partial(_with_true, h, scale) for k,h in theirs.items()})
+        self.hooks = []
+        if scale==1: return
+        for how,ds in zip((_with_true,_after_true), hooks_of((*self.params.values(), *self.leaves))):
+            for d in ds:
+                self.hooks.append((d, {k: h for k,h in d.items() if not _is_ours(h)}))
+                d.update({k: partial(how, h, scale) for k,h in self.hooks[-1][1].items()})
 
     def begin_backward(self,
         scale:float # The loss scale

@@ -1,9 +1,10 @@
 "Programs of kinds that people report as broken in half precision, against fp32"
+import math,warnings
 from functools import partial
 import pytest,torch
 from fastai.basics import Callback,CancelBatchException,Learner,OptimWrapper,nn,noop,set_seed
 from fastai_amp16.all import *
-from common import Do,between,both,equal,fit,learner,plain_mlp,state,weights
+from common import Do,between,both,equal,fit,learner,plain_mlp,state,times_and_back,weights
 
 def ends(learn): return learn.recorder.values[-1][-1]
 
@@ -128,6 +129,73 @@ def test_hooks_on_sparse_gradients_see_true_ones():
         fit(learn.to_fp16_dynamic(init_scale=2.**10) if to else learn, 1)
         return seen[-4:]
     assert fitted(True)==pytest.approx(fitted(False), rel=2e-2)
+
+class Root(nn.Module):
+    "The derivative of a root at 0 is infinite: times 0 it is NaN, in fp32 as well; and half precision cannot hold what is in `mid`"
+    def __init__(self):
+        super().__init__()
+        self.inp,self.mid,self.out = nn.Linear(8, 16),Do(times_and_back),nn.Linear(16, 1)
+    def forward(self, x):
+        h = self.inp(x).relu()
+        return self.out(self.mid(h)+0*(h-h).sqrt())
+
+@both
+def test_a_hook_may_replace_nan_where_fp32_needs_it(to, dtype):
+    "While the batch is diagnosed, healed and runs in fp32; half precision adds no infinity that it could hide"
+    def make():
+        learn = learner(Root)
+        for p in learn.model.parameters(): p.register_hook(lambda g: g.nan_to_num(0., 0., 0.).clamp(-1e-2, 1e-2))
+        return learn
+    assert as_in_fp32(lambda: fit(make(), 1), to).mixed_precision.promoted==['mid']*(dtype==torch.float16)
+
+def seen_after(learn):
+    "What hooks see that come when a gradient was added, and clip it"
+    seen = []
+    def hook(p):
+        seen.append(p.grad.norm().item())
+        p.grad = p.grad.clamp(-3e-3, 3e-3)
+    for p in learn.model.parameters(): p.register_post_accumulate_grad_hook(hook)
+    return seen
+
+@both
+@pytest.mark.parametrize('first', [True,False])
+def test_hooks_after_gradients_see_true_ones_and_may_change_them(first, to, dtype):
+    def fitted(to, **kwargs):
+        learn = learner(plain_mlp)
+        if first: seen = seen_after(learn)
+        if to: getattr(learn, to)(**kwargs)
+        if not first: seen = seen_after(learn)
+        return fit(learn),seen
+    (ref,in_fp32),(learn,in_half) = fitted(None),fitted(to)
+    assert sorted(in_half[-4:])==pytest.approx(sorted(in_fp32[-4:]), rel=5e-2)
+    again,in_half = fitted('to_fp16_dynamic', init_scale=2.**30, max_scale=2.**30)
+    assert again.mixed_precision.n_rerun>0 and all(map(math.isfinite, in_half))
+    for o in (learn,again): assert ends(o)==pytest.approx(ends(ref), rel=1e-2)
+
+def test_hooks_after_sparse_gradients_see_true_ones():
+    def fitted(to):
+        learn,seen = learner(Words, opt_func=partial(OptimWrapper, opt=torch.optim.SGD)),[]
+        learn.model.emb.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_dense().norm().item()))
+        fit(learn.to_fp16_dynamic(init_scale=2.**10) if to else learn, 1)
+        return seen[-4:]
+    assert fitted(True)==pytest.approx(fitted(False), rel=2e-2)
+
+@both
+def test_hooks_may_take_the_step(to, dtype):
+    "An optimizer for each parameter, whose gradients never exist all at once; batches that overflow before any step run again"
+    def make():
+        learn = learner(plain_mlp)
+        opts = {p: torch.optim.AdamW([p], lr=5e-3) for p in learn.model.parameters()}
+        def hook(p):
+            opts[p].step()
+            opts[p].zero_grad()
+        for p in opts: p.register_post_accumulate_grad_hook(hook)
+        return learn
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', PrecisionWarning)
+        learn = as_in_fp32(make, to)
+        again = as_in_fp32(make, init_scale=2.**24).mixed_precision
+    assert not learn.mixed_precision.n_rerun and again.n_rerun==1 and again.scaler.get_scale()<2.**24
 
 # Half precision that is meant
 
