@@ -113,6 +113,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastai_amp16.case._one_batch': ('case.html#_one_batch', 'fastai_amp16/case.py'),
                                    'fastai_amp16.case._record': ('case.html#_record', 'fastai_amp16/case.py'),
                                    'fastai_amp16.case._run': ('case.html#_run', 'fastai_amp16/case.py'),
+                                   'fastai_amp16.case._that_raised': ('case.html#_that_raised', 'fastai_amp16/case.py'),
                                    'fastai_amp16.case.faults': ('case.html#faults', 'fastai_amp16/case.py'),
                                    'fastai_amp16.case.has_code': ('case.html#has_code', 'fastai_amp16/case.py'),
                                    'fastai_amp16.case.wrong_first': ('case.html#wrong_first', 'fastai_amp16/case.py')},

@@ -210,8 +210,9 @@ def _explained(case, why, plain):
     if frame: text = _said(case, phase, frame, r.half)[:-1]+_others(case, why)+'.'
     elif spoilt: text,phase = '','forward'
     elif case.silent: text,phase = f"{case.kind} is too coarse for this batch, but no module could be identified as the cause.",'forward'
-    else: text = (f"{f'The backward pass raises in {case.kind}: {_line(error)}' if error else f'Gradients are not finite in {case.kind}'}, "
-                  "but no module could be identified as the cause.")
+    else:
+        what = f"{plain.hook or 'The backward pass'} raises in {case.kind}: {_line(error)}"
+        text = f"{what if error else f'Gradients are not finite in {case.kind}'}, but no module could be identified as the cause."
     if spoilt: text += f" The loss is finite, but {listed(spoilt)} {'are' if len(spoilt)>1 else 'is'} not, and that goes to the next batch."
     elif case.silent:
         if frame and faults(r.half): text += " The code after it turns them into finite numbers, so nothing else shows the fault."

@@ -110,12 +110,14 @@ def _is_ours(f):
     name = f.f_globals.get('__name__', '')
     return name.startswith('fastai_amp16.') and name!='fastai_amp16.demo'
 
+_calls_hooks = {o.__file__ for o in (nn.modules.module,torch.utils.hooks,torch.autograd.graph,torch.autograd.function)}
+
 def _hook_that_raised(e):
-    "The hook on a module that raised `e`, in words; `None` if no hook did"
-    frames = [f.f_code for f,_ in traceback.walk_tb(e.__traceback__)]
-    called = [g for f,g in zip(frames, frames[1:]) if f.co_filename==nn.modules.module.__file__!=g.co_filename]
-    if not called or called[-1].co_name=='forward': return None
-    code = called[-1]
+    "The hook on a module or a tensor that raised `e`, in words; `None` if no hook did"
+    frames = [f for f,_ in traceback.walk_tb(e.__traceback__)]
+    called = [g for f,g in zip(frames, frames[1:]) if f.f_code.co_filename in _calls_hooks and g.f_code.co_filename not in _calls_hooks]
+    if not called or _is_ours(called[-1]) or called[-1].f_code.co_name in ('forward','backward'): return None
+    code = called[-1].f_code
     return f'The hook `{code.co_name}` (line {code.co_firstlineno} of {Path(code.co_filename).name})'
 
 def _has_numbers(t): return not (t.is_nested or is_functorch_wrapped(t))

@@ -4,7 +4,7 @@ from functools import partial
 import pytest,torch
 from fastai.basics import Callback,CancelBatchException,Learner,OptimWrapper,nn,noop,set_seed
 from fastai_amp16.all import *
-from common import Do,between,both,equal,fit,learner,plain_mlp,state,times_and_back,weights
+from common import Do,between,both,equal,fit,learner,mlp,plain_mlp,state,times_and_back,weights
 
 def ends(learn): return learn.recorder.values[-1][-1]
 
@@ -75,6 +75,50 @@ def test_a_hook_that_raises_is_named():
         learn.model[0].register_forward_hook(wants_floats)
         return learn
     assert as_in_fp32(make).mixed_precision.reports[0].sentence.startswith('The hook `wants_floats` (line ')
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8)) for _ in range(2)])
+        self.out = nn.Linear(8, 1)
+    def forward(self, x):
+        for b in self.blocks: x = b(x)
+        return self.out(x)
+
+@both
+@pytest.mark.parametrize('model,hooked,before,kept', [
+    (mlp,'3',True,'2'), (plain_mlp,'1',True,'0'), (Nested,'blocks.1.1',True,'blocks.1.0.1'), (Nested,'out',True,'.'),
+    (Nested,'blocks.0',False,'blocks.0.1')])
+def test_for_a_hook_that_raises_the_module_before_it_is_enough(model, hooked, before, kept, to, dtype):
+    def wants_floats(m, args, out=None): assert (args[0] if before else out).dtype==torch.float32
+    def make():
+        learn = learner(model)
+        m = learn.model.get_submodule(hooked)
+        (m.register_forward_pre_hook if before else m.register_forward_hook)(wants_floats)
+        return learn
+    mp = as_in_fp32(make, to, tol=2e-2).mixed_precision
+    assert mp.promoted==[kept] and len(mp.reports)==1 and mp.reports[0].sentence.startswith('The hook `wants_floats` (line ')
+
+@both
+def test_a_hook_on_gradients_that_raises_is_named(to, dtype):
+    def wants_floats(g): assert g.dtype==torch.float32
+    def hooks(m, args, out):
+        if out.requires_grad: out.register_hook(wants_floats)
+    def make():
+        learn = learner(plain_mlp)
+        learn.model[0].register_forward_hook(hooks)
+        return learn
+    mp = as_in_fp32(make, to).mixed_precision
+    assert mp.promoted==['0'] and mp.reports[0].sentence.startswith('The hook `wants_floats` (line ')
+
+def test_a_hook_that_refuses_infinite_gradients_asks_for_a_lower_scale():
+    def check(g): assert g.isfinite().all()
+    def make():
+        learn = learner()
+        for p in learn.model.parameters(): p.register_hook(check)
+        return learn
+    mp = as_in_fp32(make, init_scale=2.**24).mixed_precision
+    assert not mp.promoted and mp.scaler.get_scale()<2.**24 and mp.n_rerun
 
 def zeros(learn): learn.opt.zero_grad()
 def cancels(learn): raise CancelBatchException
