@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.tracker import TerminateOnNaNCallback
-from .nested import cast_floats,half_types
+from .nested import half_types
 from .precision import PrecisionPlan,as_list,unwrap
 from .grads import grad_params,grad_values,total_norm
 from .scaler import DynamicScaler,require
@@ -195,7 +195,7 @@ class DynamicMixedPrecision(MixedPrecision):
     # Events of a batch
 
     def before_batch(self): pass # a batch begins when all callbacks have prepared it
-    def after_pred(self): self.learn.pred = cast_floats(self.pred, objects=3)
+    def after_pred(self): pass # predictions are in fp32 when they leave the model
     def after_loss(self): # of predictions in what nobody can look into, a generator, say
         loss = self.learn.loss
         if isinstance(loss, Tensor) and loss.dtype in half_types: self.learn.loss_grad = self.learn.loss = loss.float()

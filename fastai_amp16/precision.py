@@ -141,7 +141,7 @@ def _as_it_is(f, m, args, kwargs, dev, dtype, is_whole):
     "Run a module of a half-precision part without autocast, as in fp32; where autocast is off outside the whole part, return fp32"
     is_on = torch.is_autocast_enabled(dev)
     if dtype: args,kwargs = [cast_floats(o, dtype, (torch.float32,*half_types)) for o in (args,kwargs)]
-    with torch.autocast(dev, enabled=False) if is_on else nullcontext(): res = f(m, *args, **kwargs)
+    with torch.autocast(dev, enabled=False, cache_enabled=False) if is_on else nullcontext(): res = f(m, *args, **kwargs)
     return cast_floats(res) if is_whole and not is_on else res
 
 def _in_half(f, m, args, kwargs, dev, dtype):
