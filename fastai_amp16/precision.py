@@ -292,31 +292,29 @@ class PrecisionPlan:
 
     def _assign(self):
         "The roles of modules: a function that runs `forward`, with its last arguments; modules without a role are left to autocast"
-        dev,parts = self.device_type,{} # in half precision, with whether each is a whole part, or inside one
+        def dtype(m): return getattr(next(m.parameters(recurse=False), None), 'dtype', None) # torch's layers take no other
+        dev,parts = self.device_type,{} # what is in half precision by itself
         for m in self.model.modules():
-            if m not in parts and is_half(m): parts.update((c,c is m) for c in m.modules())
+            if m not in parts and is_half(m): parts.update((c, (_as_it_is, dev, dtype(c), c is m)) for c in m.modules())
         kept = {c for m in self.kept.values() for c in m.modules() if c not in parts}
         norms = [m for m in self.model.modules() if is_norm(m) and m not in kept and m not in parts]
         self.in_fp32 = kept.union(*(m.modules() for m in norms))
         own = [m for m in self.own_code.values() if m not in self.in_fp32 and m not in parts]
         again = [c for m in own for c in m.modules() if c not in self.in_fp32 and c not in own]
-        def dtype(m): return getattr(next(m.parameters(recurse=False), None), 'dtype', None) # torch's layers take no other
         self.roles = {**{m: (_in_fp32, dev, False, False, False) for m in self.in_fp32},
                       **{m: (_in_fp32, dev, isinstance(m, _torchs_norms), False, _reads_half(m, dev)) for m in norms},
                       **{m: (_in_fp32, dev, False, True, False) for m in own},
-                      **{m: (_in_half, dev, self.dtype) for m in again},
-                      **{m: (_as_it_is, dev, dtype(m), is_whole) for m,is_whole in parts.items()}}
+                      **{m: (_in_half, dev, self.dtype) for m in again}, **parts}
         for m in norms: # these compute the same without a role; autocast has a rule for layer norms, and `SyncBatchNorm` many operations
             if _reads_half(m, dev) and not isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm)): del self.roles[m]
-        self.in_half = [m for m in self.model.modules() if m not in self.in_fp32 and m not in parts] # or in what they call
-        self.has_half = not all(m in own for m in self.in_half) # does anything compute in half precision?
+        self.in_half = [m for m in self.model.modules() if not (m in self.in_fp32 or m in own or m in parts)] # by autocast
 
     @contextmanager
     def autocast(self):
         "A context in which autocast is on for the model's device"
         # torch's fast path for transformers takes weights and inputs of one dtype only. It asks whether autocast is on, and means CUDA's
         before = torch.is_autocast_enabled('cuda')
-        torch.set_autocast_enabled('cuda', before or self.has_half)
+        torch.set_autocast_enabled('cuda', before or bool(self.in_half))
         try:
             with torch.autocast(self.device_type, dtype=self.dtype): yield
         finally: torch.set_autocast_enabled('cuda', before)

@@ -52,9 +52,7 @@ def version(
 def hooks_of(
     ts # Leaves, such as parameters
 ) -> tuple: # Two lists of dicts, which hold functions by number
-    """The hooks on gradients of `ts`, and those that come when a gradient was added to others
-
-    torch takes them from these dicts in a backward pass. Without the names, they see scaled gradients."""
+    "The hooks on gradients of `ts`, before and after these are added up, as torch finds them; without the names, they see scaled ones"
     return tuple([d for t in ts if (d := getattr(t, name, None))] for name in ('_backward_hooks','_post_accumulate_grad_hooks'))
 
 def buffers_of(

@@ -41,12 +41,12 @@ def _measure(t, dtype=None, scale=1):
         a = a.abs()
         if a.dtype in half_types: a = a.float()
         finite = a.isfinite()
-        a = torch.where(finite, a, 0)*scale
-        res = [(~finite).sum(), a.amax() if a.numel() else a.sum()]
+        a = torch.where(finite, a, 0)
+        res = [(~finite).sum(), (a.amax() if a.numel() else a.sum())*scale]
         if dtype:
-            f = torch.finfo(dtype)
-            some,zero = (a>0).sum(),((a>0) & (a<f.tiny*f.eps/2)).sum() # half of the smallest subnormal rounds to 0
-            res += [some, zero, ((a>0) & (a<f.tiny)).sum()-zero]
+            f,tiny = torch.finfo(dtype),torch.finfo(dtype).tiny/scale
+            some,zero = (a>0).sum(),((a>0) & (a<tiny*f.eps/2)).sum() # half of the smallest subnormal rounds to 0
+            res += [some, zero, ((a>0) & (a<tiny)).sum()-zero]
         return torch.stack([o.float() for o in res])
 
 def _read(measures):
@@ -110,14 +110,13 @@ def _is_ours(f):
     name = f.f_globals.get('__name__', '')
     return name.startswith('fastai_amp16.') and name!='fastai_amp16.demo'
 
-_calls_hooks = {o.__file__ for o in (nn.modules.module,torch.utils.hooks,torch.autograd.graph,torch.autograd.function)}
-
 def _hook_that_raised(e):
     "The hook on a module or a tensor that raised `e`, in words; `None` if no hook did"
-    frames = [f for f,_ in traceback.walk_tb(e.__traceback__)]
-    called = [g for f,g in zip(frames, frames[1:]) if f.f_code.co_filename in _calls_hooks and g.f_code.co_filename not in _calls_hooks]
-    if not called or _is_ours(called[-1]) or called[-1].f_code.co_name in ('forward','backward'): return None
-    code = called[-1].f_code
+    callers = {o.__file__ for o in (nn.modules.module,torch.utils.hooks,torch.autograd.graph,torch.autograd.function)}
+    frames = [(f,f.f_code) for f,_ in traceback.walk_tb(e.__traceback__)]
+    called = [g for (_,f),g in zip(frames, frames[1:]) if f.co_filename in callers and g[1].co_filename not in callers]
+    frame,code = called[-1] if called else (None,None)
+    if frame is None or _is_ours(frame) or code.co_name in ('forward','backward'): return None
     return f'The hook `{code.co_name}` (line {code.co_firstlineno} of {Path(code.co_filename).name})'
 
 def _has_numbers(t): return not (t.is_nested or is_functorch_wrapped(t))

@@ -7,7 +7,6 @@ __all__ = ['not_faults', 'Gradients', 'ScaledBackward', 'Left', 'may_be_halfs', 
 
 # %% ../nbs/11_rerun.ipynb #671e99c5
 import inspect,traceback
-from contextlib import contextmanager
 from functools import cached_property
 from fastai.basics import *
 from torch.overrides import TorchFunctionMode
@@ -45,7 +44,7 @@ class Gradients:
         ps = self.params.values() if learn.training else ()
         self.before = [(p,p.grad,p.grad.detach().clone() if carried and p.grad is not None else None) for p in ps]
         self.scale = 1. # what they are multiplied by now
-        self.hooks = [] # dicts of hooks that see true gradients now, with the hooks themselves
+        self.hooks = [] # dicts of hooks that see true gradients now, with how they are called, and the hooks themselves
         self.leaves = {} # tensors outside the model that get gradients from the loss, with the gradients they had before
         self.true_loss = None # `learn.loss_grad`, while that is multiplied by the loss scale
         self.came_through = True # did a backward pass start from `learn.loss_grad`?
@@ -74,13 +73,10 @@ class Gradients:
         scale:float # The loss scale in a backward pass, 1 outside
     ):
         "Let hooks on parameters and other leaves see true gradients"
-        for d,before in self.hooks: d.update({k: before[k] for k in d.keys() & before.keys()}) # those that were not removed
-        self.hooks = []
-        if scale==1: return
-        for how,ds in zip((_with_true,_after_true), hooks_of((*self.params.values(), *self.leaves))):
-            for d in ds:
-                self.hooks.append((d, {k: h for k,h in d.items() if not _is_ours(h)}))
-                d.update({k: partial(how, h, scale) for k,h in self.hooks[-1][1].items()})
+        for d,_,before in self.hooks: d.update({k: before[k] for k in d.keys() & before.keys()}) # those that were not removed
+        hooked = zip((_with_true,_after_true), hooks_of((*self.params.values(), *self.leaves))) if scale!=1 else ()
+        self.hooks = [(d,how,{k: h for k,h in d.items() if not _is_ours(h)}) for how,ds in hooked for d in ds]
+        for d,how,theirs in self.hooks: d.update({k: partial(how, h, scale) for k,h in theirs.items()})
 
     def begin_backward(self,
         scale:float # The loss scale
@@ -123,7 +119,8 @@ class ScaledBackward(TorchFunctionMode):
         scale:float # The loss scale
     ):
         super().__init__()
-        self.gradients,self.scale,self.more = batches.gradients,scale,{'retain_graph':True} if batches.have_graphs else {}
+        with no_torch_function(): have_graphs = any(t.grad_fn is not None for t in tensors(batches.inputs)) # which must not be freed
+        self.gradients,self.scale,self.more = batches.gradients,scale,{'retain_graph':True} if have_graphs else {}
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not Tensor.backward: return func(*args, **(kwargs or {}))
         loss,*args = args
@@ -173,28 +170,6 @@ class Batches:
         self.inputs.append((self.learn.xb,self.learn.yb))
         self.changed.append(self.model_state.written_since(self.attributes))
         self.at,self.passes = len(self.notes)-1,self.entry.passes # forward passes before this batch
-
-    def end(self):
-        "Note that the current batch is over"
-        for o in (self.entry.end_batch,self.model_state.end,self.learner_state.end): o()
-
-    def wait(self):
-        "Note that the current batch is done, and that its gradients wait for those of other batches"
-        self.attributes = self.model_state.attributes()
-
-    @property
-    def have_graphs(self) -> bool:
-        "Do inputs have graphs from before the batch? A backward pass must not free them"
-        with no_torch_function(): return any(t.grad_fn is not None for t in tensors(self.inputs))
-
-    @contextmanager
-    def with_inputs(self,
-        f # Takes a tensor of the inputs or targets, and returns its replacement
-    ):
-        "A context in which the batches run again with other inputs and targets"
-        before,self.inputs = self.inputs,replace(self.inputs, f)
-        try: yield
-        finally: self.inputs = before
 
     def has_written(self) -> bool:
         "Has a weight changed since the start of the step, as far as torch's version counters tell?"

@@ -130,11 +130,6 @@ class Step:
         return self.done or self.decided_at is not None
 
     @property
-    def is_bare(self) -> bool:
-        "Were weights changed in a training batch without fastai's events?"
-        return not self.done and self.outcome is None and self.batches.has_changed()
-
-    @property
     def lacks_backward(self) -> bool:
         "Has a callback cancelled the backward pass?"
         return self.loss_sign is None and self.ranks.size==1
