@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.tracker import TerminateOnNaNCallback
-from .nested import cast_floats,half_types
+from .nested import half_types
 from .precision import PrecisionPlan,as_list,unwrap
 from .grads import grad_params,grad_values,total_norm
 from .scaler import DynamicScaler,require
@@ -138,7 +138,7 @@ class DynamicMixedPrecision(MixedPrecision):
         learn = self.learn
         if self.plan is None or self.plan.wrapped is not learn.model:
             self.plan,self.ranks,self.states = self.make_plan(learn.model),Ranks(learn.model),None # and modules may be others
-            self.scaler.enable(self.amp_mode==AMPMode.FP16 and self.plan.has_half)
+            self.scaler.enable(self.amp_mode==AMPMode.FP16 and bool(self.plan.in_half))
         if entry is not None:
             modules = self.states and self.states[0]
             if not modules or modules.model is not self.plan.model or modules.loss_func is not learn.loss_func:
@@ -197,8 +197,7 @@ class DynamicMixedPrecision(MixedPrecision):
 
     # Events of a batch
 
-    def before_batch(self): pass # a batch begins when all callbacks have prepared it
-    def after_pred(self): self.learn.pred = cast_floats(self.pred, objects=3)
+    before_batch = after_pred = noop # a batch begins when all callbacks have prepared it; predictions leave the model in fp32
     def after_loss(self): # of predictions in what nobody can look into, a generator, say
         loss = self.learn.loss
         if isinstance(loss, Tensor) and loss.dtype in half_types: self.learn.loss_grad = self.learn.loss = loss.float()
@@ -212,7 +211,7 @@ class DynamicMixedPrecision(MixedPrecision):
             self.learn.loss = torch.full_like(self.loss, step.ranks.read([self.loss.mean()])[0]/step.ranks.size)
         if self.wraps_backward: return
         step.begin_backward()
-        step.batches.gradients.begin_backward(step.scale)
+        step.batches.gradients.begin_backward(step.loss_scale)
 
     def after_backward(self):
         if self.step is None or self.wraps_backward: return
@@ -249,17 +248,13 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.recorder.run: self.left_out,self.recorder.run = self.recorder,False
         if not hasattr(self.learn, 'smooth_loss'): self.learn.smooth_loss = self.recorder.smooth_loss.value # others read it
 
-    def record_again(self):
-        "Switch the recorder on again after a batch that it left out"
-        if self.left_out: self.left_out.run,self.left_out = True,None
-
     # The backward pass and the optimizer, which fastai calls between these events
 
     def around_backward(self, f): # Function without arguments
         "Run `f`, the backward pass of `learn.loss_grad`; callbacks see true losses and gradients before and after it"
         if self.step is None: return f()
         self.step.begin_backward()
-        with ScaledBackward(self.step.batches, self.step.scale): f()
+        with ScaledBackward(self.step.batches, self.step.loss_scale): f()
         if self.step.settle(waits=True) is Next.skip:
             for p in self.step.batches.gradients.held(): p.grad.zero_() # no other code should use these
 
@@ -359,7 +354,7 @@ class DynamicMixedPrecision(MixedPrecision):
         finally:
             step = self.step
             if step:
-                step.batches.end()
+                for end in (entry.end_batch,step.batches.model_state.end,step.batches.learner_state.end): end()
                 self.log.fruitless,step.fruitless = self.log.fruitless+step.fruitless,0
             if not training: self.step = outer
             elif step and self.learn is not None: self.end_batch(goes_on, cancelled)
@@ -376,12 +371,13 @@ class DynamicMixedPrecision(MixedPrecision):
                   cancelled): # Did a callback cancel the batch?
         "Forget the step of a training batch, unless its gradients wait for the next batch"
         step = self.step
-        if is_bare := step.is_bare: self.say_once(bare_step)
+        is_bare = not step.done and step.outcome is None and step.batches.has_changed() # without fastai's events
+        if is_bare: self.say_once(bare_step)
         if not goes_on: self.forget_step()
         elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
         else:
             if not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
-            step.batches.wait()
+            step.batches.attributes = step.batches.model_state.attributes() # its gradients wait for those of other batches
 
     @contextmanager
     def asking(self, entry): # The `Entry` of the fit, or a new one

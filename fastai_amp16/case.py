@@ -92,6 +92,13 @@ def _run(case, rec, loss_func, plan):
         rec.infinite = math.isnan(batches.model_state.verdict('cpu'))
         rec.read(results, batches.model_state.carried())
 
+def _that_raised(case, rec):
+    "The call that raised; in a plain container a hook on a child does, which cannot take what the child before has given"
+    f = rec.open
+    while f and f.op is None and f.name!=loss_name and not has_code(case.model.get_submodule(f.name)):
+        f = next((o for o in reversed(rec.frames) if o.parent is f and not o.op), None)
+    return f or rec.open
+
 def _record(case, modules, plan=None, scale=1., **kwargs):
     "Run all batches and record what goes through the modules, or the exception that they raise; then restore everything"
     case.tell()
@@ -105,6 +112,7 @@ def _record(case, modules, plan=None, scale=1., **kwargs):
     try: _run(case, rec, loss_func, plan)
     finally:
         rec.end()
+        rec.open = _that_raised(case, rec)
         case.learn.loss_func = loss_func
         vars(step).update(before)
         entry.plan,entry.around_next = at_before

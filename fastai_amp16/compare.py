@@ -91,7 +91,7 @@ def rounded(
         return torch.ldexp((mantissa*steps).round()/steps, exponent)+level
     steps = 0.25/torch.finfo(plan.dtype).eps # three bits less than half precision has
     def is_half(m): return isinstance(m, _half_layers) or not isinstance(m, nn.Embedding) and any(True for _ in m.parameters(recurse=False))
-    ms = [m for m in plan.model.modules() if m not in plan.in_fp32 and is_half(m) and not isinstance(m, torch.jit.ScriptModule)]
+    ms = [m for m in plan.in_half if is_half(m) and not isinstance(m, torch.jit.ScriptModule)]
     handles = [m.register_forward_hook(lambda m, args, out: replace(out, rounds)) for m in ms]
     try: yield
     finally:

@@ -85,8 +85,10 @@ def _bad_data(case):
     bad = [t for t in tensors(inputs) if t.layout==torch.strided and not is_good(t).all()]
     def mended(t): return torch.where(is_good(t), t, 0) if any(t is o for o in bad) else t
     if not ranks.some(bad): return
-    with case.batches.with_inputs(mended):
+    case.batches.inputs = replace(inputs, mended)
+    try:
         if not ranks.every(case.run_fp32(modules=False).finite): return
+    finally: case.batches.inputs = inputs
     has_nan = ranks.some(any(t.isnan().any() for t in bad)) # if so, an infinity may be meant, as in a mask
     at_fault = {id(t): (t.isnan() if has_nan else ~is_good(t)).reshape(len(t) if t.dim() else 1, -1).any(1) for t in bad}
     samples = sorted({i for o in at_fault.values() for i in o.nonzero().flatten().tolist()})
@@ -221,8 +223,8 @@ def _explained(case, why, plain):
     if frame: text = _said(case, phase, frame, r.half)[:-1]+_others(case, why)+'.'
     elif spoilt: text,phase = '','forward'
     elif case.silent: text,phase = f"{case.kind} is too coarse for this batch, but no module could be identified as the cause.",'forward'
-    else: text = (f"{f'The backward pass raises in {case.kind}: {_line(error)}' if error else f'Gradients are not finite in {case.kind}'}, "
-                  "but no module could be identified as the cause.")
+    else: text = (f"{plain.hook or 'The backward pass'} raises in {case.kind}: {_line(error)}" if error else
+                  f"Gradients are not finite in {case.kind}")+", but no module could be identified as the cause."
     if spoilt: text += f" The loss is finite, but {listed(spoilt)} {'are' if len(spoilt)>1 else 'is'} not, and that goes to the next batch."
     elif case.silent:
         if frame and faults(r.half): text += " The code after it turns them into finite numbers, so nothing else shows the fault."

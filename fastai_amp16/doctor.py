@@ -390,7 +390,7 @@ def _examine(learn, b=None, device=None):
     "The `Checkup` of `learn`, as if it were on `device`"
     mp,model = running(learn),unwrap(learn.model)
     dtype,kept = (mp.dtype,names_of(model, mp.keeps(model))) if mp else (torch.float16,[])
-    half = [n for n,p in model.named_parameters() if p.dtype in half_types]
+    half = [n for n,p in model.named_parameters() if p.requires_grad and p.dtype in half_types]
     if half:
         fact = f"Parameters in half precision: {listed(half)}. They must be fp32 master weights."
         return Checkup([Finding('error', half[0].rpartition('.')[0], fact, 'learn.model.float()')])

@@ -259,7 +259,7 @@ def _with_events(self, f, event_type, ex, final=noop):
         try: _fastais_events(self, partial(around, self, f) if around else f, event_type, ex, final)
         finally:
             if mp and event_type=='backward': mp.wraps_backward = False
-            if event_type=='batch' and (mp := running(self)): mp.record_again()
+            if event_type=='batch' and (mp := running(self)) and mp.left_out: mp.left_out.run,mp.left_out = True,None # records again
 
 # %% ../nbs/22_learner.ipynb #febe9b86
 class _OptAndMore:

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['norm_types', 'convs', 'register_norm', 'half_forward', 'is_norm', 'as_list', 'class_named', 'find_modules',
-           'names_of', 'own_forward', 'put_stand_in', 'remove_stand_ins', 'unwrapped', 'unwrap', 'PrecisionPlan']
+           'names_of', 'own_forward', 'put_stand_in', 'remove_stand_ins', 'unwrapped', 'unwrap', 'is_half',
+           'PrecisionPlan']
 
 # %% ../nbs/03_precision.ipynb #ebfd676d
 import functools
 from abc import ABC
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager,nullcontext
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from inspect import getattr_static
@@ -131,6 +132,13 @@ def _in_fp32(f, m, args, kwargs, dev, as_given, own_code, reads_half):
         finally: torch.set_autocast_enabled(dev, True)
     return cast_floats(res, given, (torch.float32,)) if as_given and given in half_types else res
 
+def _as_it_is(f, m, args, kwargs, dev, dtype, is_whole):
+    "Run a module of a half-precision part without autocast, as in fp32; where autocast is off outside the whole part, return fp32"
+    is_on = torch.is_autocast_enabled(dev)
+    if dtype: args,kwargs = [cast_floats(o, dtype, (torch.float32,*half_types)) for o in (args,kwargs)]
+    with torch.autocast(dev, enabled=False, cache_enabled=False) if is_on else nullcontext(): res = f(m, *args, **kwargs)
+    return cast_floats(res) if is_whole and not is_on else res
+
 def _in_half(f, m, args, kwargs, dev, dtype):
     "Run a child of a module whose own code alone is kept: switch autocast on again, and return fp32"
     if torch.is_autocast_cache_enabled() or torch.is_autocast_enabled(dev): return f(m, *args, **kwargs)
@@ -218,6 +226,12 @@ def unwrap(
     *_,own = unwrapped(model)
     return own
 
+def is_half(
+    m:nn.Module # Any module
+) -> bool:
+    "Are all weights of `m` in half precision, as in a frozen `backbone.half()`?"
+    return next(m.parameters(), None) is not None and all(p.dtype in half_types for p in m.parameters())
+
 def _refuse(model, params):
     "Raise `ValueError` for a model that cannot train in half precision"
     if isinstance(model, nn.DataParallel) and len(model.device_ids)>1:
@@ -272,25 +286,29 @@ class PrecisionPlan:
 
     def _assign(self):
         "The roles of modules: a function that runs `forward`, with its last arguments; modules without a role are left to autocast"
-        dev,kept = self.device_type,{c for m in self.kept.values() for c in m.modules()}
-        norms = [m for m in self.model.modules() if is_norm(m) and m not in kept]
+        def dtype(m): return getattr(next(m.parameters(recurse=False), None), 'dtype', None) # torch's layers take no other
+        dev,parts = self.device_type,{} # what is in half precision by itself
+        for m in self.model.modules():
+            if m not in parts and is_half(m): parts.update((c, (_as_it_is, dev, dtype(c), c is m)) for c in m.modules())
+        kept = {c for m in self.kept.values() for c in m.modules() if c not in parts}
+        norms = [m for m in self.model.modules() if is_norm(m) and m not in kept and m not in parts]
         self.in_fp32 = kept.union(*(m.modules() for m in norms))
-        own = [m for m in self.own_code.values() if m not in self.in_fp32]
+        own = [m for m in self.own_code.values() if m not in self.in_fp32 and m not in parts]
         again = [c for m in own for c in m.modules() if c not in self.in_fp32 and c not in own]
         self.roles = {**{m: (_in_fp32, dev, False, False, False) for m in self.in_fp32},
                       **{m: (_in_fp32, dev, isinstance(m, _torchs_norms), False, _reads_half(m, dev)) for m in norms},
                       **{m: (_in_fp32, dev, False, True, False) for m in own},
-                      **{m: (_in_half, dev, self.dtype) for m in again}}
+                      **{m: (_in_half, dev, self.dtype) for m in again}, **parts}
         for m in norms: # these compute the same without a role; autocast has a rule for layer norms, and `SyncBatchNorm` many operations
             if _reads_half(m, dev) and not isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm)): del self.roles[m]
-        self.has_half = not all(m in self.in_fp32 or m in own for m in self.model.modules()) # does anything compute in half precision?
+        self.in_half = [m for m in self.model.modules() if not (m in self.in_fp32 or m in own or m in parts)] # by autocast
 
     @contextmanager
     def autocast(self):
         "A context in which autocast is on for the model's device"
         # torch's fast path for transformers takes weights and inputs of one dtype only. It asks whether autocast is on, and means CUDA's
         before = torch.is_autocast_enabled('cuda')
-        torch.set_autocast_enabled('cuda', before or self.has_half)
+        torch.set_autocast_enabled('cuda', before or bool(self.in_half))
         try:
             with torch.autocast(self.device_type, dtype=self.dtype): yield
         finally: torch.set_autocast_enabled('cuda', before)

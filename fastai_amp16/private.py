@@ -50,10 +50,10 @@ def version(
     return getattr(t, '_version', 0)
 
 def hooks_of(
-    t:Tensor # A leaf, such as a parameter
-) -> dict: # Functions by number
-    "The hooks on the gradient of `t`, which torch takes from this dict in a backward pass; without the name, they see scaled gradients"
-    return getattr(t, '_backward_hooks', None) or {}
+    ts # Leaves, such as parameters
+) -> tuple: # Two lists of dicts, which hold functions by number
+    "The hooks on gradients of `ts`, before and after these are added up, as torch finds them; without the names, they see scaled ones"
+    return tuple([d for t in ts if (d := getattr(t, name, None))] for name in ('_backward_hooks','_post_accumulate_grad_hooks'))
 
 def buffers_of(
     m:nn.Module # Any module

@@ -29,23 +29,23 @@ class Measured(NamedTuple):
     flushed:float = None # How many become 0 in half precision
     subnormal:float = None # How many become subnormal in half precision
 
-def _measure(t, dtype=None):
-    "The numbers of a `Measured` as a tensor on the device, without waiting for it; with what `dtype` would lose, if given"
+def _measure(t, dtype=None, scale=1):
+    "The numbers of a `Measured` of `t` times `scale`, as a tensor on the device, without a wait; with what `dtype` loses, if given"
     with no_torch_function(), torch.no_grad():
         a = stored(t.detach())
         if a.numel()>_at_once:
             a = a.squeeze() # or it could not be split along the first dimension
-            parts = torch.stack([_measure(o, dtype) for o in a.split(max(1, _at_once*len(a)//a.numel()))])
+            parts = torch.stack([_measure(o, dtype, scale) for o in a.split(max(1, _at_once*len(a)//a.numel()))])
             return torch.where(torch.arange(parts.shape[1], device=parts.device)==1, parts.amax(0), parts.sum(0))
         a = a.abs()
         if a.dtype in half_types: a = a.float()
         finite = a.isfinite()
         a = torch.where(finite, a, 0)
-        res = [(~finite).sum(), a.amax() if a.numel() else a.sum()]
+        res = [(~finite).sum(), (a.amax() if a.numel() else a.sum())*scale]
         if dtype:
-            f = torch.finfo(dtype)
-            some,zero = (a>0).sum(),((a>0) & (a<f.tiny*f.eps/2)).sum() # half of the smallest subnormal rounds to 0
-            res += [some, zero, ((a>0) & (a<f.tiny)).sum()-zero]
+            f,tiny = torch.finfo(dtype),torch.finfo(dtype).tiny/scale
+            some,zero = (a>0).sum(),((a>0) & (a<tiny*f.eps/2)).sum() # half of the smallest subnormal rounds to 0
+            res += [some, zero, ((a>0) & (a<tiny)).sum()-zero]
         return torch.stack([o.float() for o in res])
 
 def _read(measures):
@@ -109,11 +109,12 @@ def _is_ours(f):
     return name.startswith('fastai_amp16.') and name!='fastai_amp16.demo'
 
 def _hook_that_raised(e):
-    "The hook on a module that raised `e`, in words; `None` if no hook did"
-    frames = [f.f_code for f,_ in traceback.walk_tb(e.__traceback__)]
-    called = [g for f,g in zip(frames, frames[1:]) if f.co_filename==nn.modules.module.__file__!=g.co_filename]
-    if not called or called[-1].co_name=='forward': return None
-    code = called[-1]
+    "The hook on a module or a tensor that raised `e`, in words; `None` if no hook did"
+    callers = {o.__file__ for o in (nn.modules.module,torch.utils.hooks,torch.autograd.graph,torch.autograd.function)}
+    frames = [(f,f.f_code) for f,_ in traceback.walk_tb(e.__traceback__)]
+    called = [g for (_,f),g in zip(frames, frames[1:]) if f.co_filename in callers and g[1].co_filename not in callers]
+    frame,code = called[-1] if called else (None,None)
+    if frame is None or _is_ours(frame) or code.co_name in ('forward','backward'): return None
     return f'The hook `{code.co_name}` (line {code.co_firstlineno} of {Path(code.co_filename).name})'
 
 def _has_numbers(t): return not (t.is_nested or is_functorch_wrapped(t))
@@ -145,6 +146,7 @@ class Recording(TorchFunctionMode):
         super().__init__()
         self.names = {m:n for n,m in model.named_modules()}
         self.dtype,self.scale,self.reference,self.note = dtype,scale,reference,note
+        self.times = 1 if plan else scale # gradients of fp32 come without a loss scale, and are measured as if they had this one
         refs = reference.seen if reference else {}
         self.meant = {(_place(k),what) for k,s in refs.items() for what in ('value','grad') if s.is_bad(what)}
         self.in_fp32 = {n for m,n in self.names.items() if m in plan.in_fp32} if plan else set()
@@ -285,7 +287,7 @@ class Recording(TorchFunctionMode):
 
     def _came_by(self, seen, grad):
         if grad is None: return # a reentrant checkpoint gives none
-        seen.grad,seen.turn = _measure(grad, None if self.reference else self.dtype),len(self.fired)
+        seen.grad,seen.turn = _measure(grad, None if self.reference else self.dtype, self.times),len(self.fired)
         self.fired.append(seen)
         if self.reference and (_place(seen.key),'grad') not in self.meant: return _mended(grad)
 

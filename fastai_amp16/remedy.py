@@ -108,7 +108,7 @@ class _Search:
         "Search; return whether anything helps"
         case,half = self.case,self.case.half
         is_backward = case.ranks.every(all(phase=='backward' for phase,_ in case.faults(half)))
-        if is_backward and not case.ranks.some(half.error) and case.is_sound(scale=self.low): return True
+        if is_backward and case.is_sound(scale=self.low): return True
         for i in range(_rounds):
             if i or is_backward and self.low<case.scale: half = case.run(list(self.kept), self.low, reference=case.fp32)
             if not self.add(half, i>0): return False

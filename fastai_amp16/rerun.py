@@ -7,13 +7,12 @@ __all__ = ['not_faults', 'Gradients', 'ScaledBackward', 'Left', 'may_be_halfs', 
 
 # %% ../nbs/11_rerun.ipynb #671e99c5
 import inspect,traceback
-from contextlib import contextmanager
 from functools import cached_property
 from fastai.basics import *
 from torch.overrides import TorchFunctionMode
 from .entry import Entry,outside
 from .grads import scale_grads
-from .nested import replace,tensors
+from .nested import replace,stored,tensors
 from .precision import PrecisionPlan
 from .private import hooks_of,no_torch_function
 from .snapshot import LearnerState,ModelState
@@ -26,6 +25,14 @@ def _with_true(hook, scale, grad):
     if (res := hook(grad/scale)) is None: return None
     return res*scale if grad.is_sparse else torch.where(grad.isfinite(), res*scale, grad)
 
+def _after_true(hook, scale, p):
+    "Call `hook` with the true gradient in `p`, which it may use or change, but not with one that has overflowed"
+    if not stored(p.grad).isfinite().all(): return
+    with torch.no_grad():
+        p.grad.div_(scale)
+        hook(p)
+        if p.grad is not None: p.grad.mul_(scale)
+
 class Gradients:
     "The gradients that a backward pass of the learner reaches"
     def __init__(self,
@@ -37,7 +44,7 @@ class Gradients:
         ps = self.params.values() if learn.training else ()
         self.before = [(p,p.grad,p.grad.detach().clone() if carried and p.grad is not None else None) for p in ps]
         self.scale = 1. # what they are multiplied by now
-        self.hooks = [] # dicts of hooks that see true gradients now, with the hooks themselves
+        self.hooks = [] # dicts of hooks that see true gradients now, with how they are called, and the hooks themselves
         self.leaves = {} # tensors outside the model that get gradients from the loss, with the gradients they had before
         self.true_loss = None # `learn.loss_grad`, while that is multiplied by the loss scale
         self.came_through = True # did a backward pass start from `learn.loss_grad`?
@@ -66,10 +73,10 @@ class Gradients:
         scale:float # The loss scale in a backward pass, 1 outside
     ):
         "Let hooks on parameters and other leaves see true gradients"
-        for d,before in self.hooks: d.update({k: before[k] for k in d.keys() & before.keys()}) # those that were not removed
-        hooked = filter(None, map(hooks_of, (*self.params.values(), *self.leaves))) if scale!=1 else ()
-        self.hooks = [(d,{k: h for k,h in d.items() if not _is_ours(h)}) for d in hooked]
-        for d,theirs in self.hooks: d.update({k: partial(_with_true, h, scale) for k,h in theirs.items()})
+        for d,_,before in self.hooks: d.update({k: before[k] for k in d.keys() & before.keys()}) # those that were not removed
+        hooked = zip((_with_true,_after_true), hooks_of((*self.params.values(), *self.leaves))) if scale!=1 else ()
+        self.hooks = [(d,how,{k: h for k,h in d.items() if not _is_ours(h)}) for how,ds in hooked for d in ds]
+        for d,how,theirs in self.hooks: d.update({k: partial(how, h, scale) for k,h in theirs.items()})
 
     def begin_backward(self,
         scale:float # The loss scale
@@ -112,8 +119,8 @@ class ScaledBackward(TorchFunctionMode):
         scale:float # The loss scale
     ):
         super().__init__()
-        with no_torch_function(): keeps = any(t.grad_fn is not None for t in tensors(batches.inputs)) # graphs from before the batch
-        self.gradients,self.scale,self.more = batches.gradients,scale,{'retain_graph':True} if keeps else {}
+        with no_torch_function(): have_graphs = any(t.grad_fn is not None for t in tensors(batches.inputs)) # which must not be freed
+        self.gradients,self.scale,self.more = batches.gradients,scale,{'retain_graph':True} if have_graphs else {}
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not Tensor.backward: return func(*args, **(kwargs or {}))
         loss,*args = args
@@ -165,22 +172,9 @@ class Batches:
         self.changed.append(self.model_state.written_since(self.attributes))
         self.at,self.passes = len(self.notes)-1,self.entry.passes # forward passes before this batch
 
-    def end(self):
-        "Note that the current batch is over"
-        for o in (self.entry.end_batch,self.model_state.end,self.learner_state.end): o()
-
-    def wait(self):
-        "Note that the current batch is done, and that its gradients wait for those of other batches"
-        self.attributes = self.model_state.attributes()
-
-    @contextmanager
-    def with_inputs(self,
-        f # Takes a tensor of the inputs or targets, and returns its replacement
-    ):
-        "A context in which the batches run again with other inputs and targets"
-        before,self.inputs = self.inputs,replace(self.inputs, f)
-        try: yield
-        finally: self.inputs = before
+    def has_written(self) -> bool:
+        "Has a weight changed since the start of the step, as far as torch's version counters tell?"
+        return self.model_state.weights()[:-1]!=self.weights[:-1]
 
     def has_changed(self) -> bool:
         "Has a weight changed since the start of the step, also by a write to `p.data`? Waits for the GPU"

@@ -17,7 +17,7 @@ from fastai.callback.fp16 import MixedPrecision
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from .nested import Notes,cast_floats,half_types,refill,replace
-from .precision import unwrap
+from .precision import is_half,unwrap
 from .private import buffers_of,compiled_call,no_torch_function,version
 
 # %% ../nbs/08_snapshot.ipynb #841da070
@@ -186,6 +186,7 @@ class ModelState:
         self.norms,self.rest = _Attributes(norms, _torchs),_Attributes([d for _,d in self.named if not any(d is o for o in norms)], _torchs)
         modules = [o for _,o in owners.values() if isinstance(o, nn.Module)]
         self.modes = [vars(m) for m in modules if 'training' in vars(m)] # not those of TorchScript
+        self.halfs = {id(d) for m in modules if is_half(m) for c in m.modules() for d in _attributes(c)} # statistics of half parts
         self.lazy = [m for m in modules if _open(m)]
         self.params = list(dict.fromkeys(p for m in modules for p in m.parameters(recurse=False)))
         self._sort_params({p for name,root in beside for _,m in _owners(root, name) for p in m.parameters()})
@@ -257,7 +258,7 @@ class ModelState:
     def to_fp32(self):
         "Continue half-precision hidden states in fp32"
         for _,d,k,ts in self._all_held():
-            if any(t.dtype in half_types for t in ts): d[k] = cast_floats(d[k])
+            if id(d) not in self.halfs and any(t.dtype in half_types for t in ts): d[k] = cast_floats(d[k])
 
 # %% ../nbs/08_snapshot.ipynb #3d7bd214
 _last = None,None # the memory of numpy's generator when its state was last read, and that state

@@ -110,6 +110,11 @@ class Step:
         return self.kind is not Next.again
 
     @property
+    def loss_scale(self) -> float:
+        "What the loss of the present attempt is multiplied by: 1 in fp32"
+        return 1. if self.batches.entry.plan is None else self.scale
+
+    @property
     def is_skipped(self) -> bool:
         "Is it decided that the step is skipped?"
         return self.next is not None and self.next[0] is Next.skip
@@ -123,11 +128,6 @@ class Step:
     def is_decided(self) -> bool:
         "Is it decided that the step is taken, or is it done?"
         return self.done or self.decided_at is not None
-
-    @property
-    def is_bare(self) -> bool:
-        "Were weights changed in a training batch without fastai's events?"
-        return not self.done and self.outcome is None and self.batches.has_changed()
 
     @property
     def lacks_backward(self) -> bool:
@@ -156,9 +156,10 @@ class Step:
             self.outcome,self.norm = Outcome.broken,math.nan
             return
         params = grad_params(learn.opt)
-        if self.is_skipped or not params: return
+        in_backward = not params and self.loss_sign is not None and self.batches.has_written() # have hooks used them all?
+        if self.is_skipped or not (params or in_backward): return
         grads,held = grad_values(params),{*map(id, params)}
-        now = [p.grad for p in params],sum(version(p.grad) for p in params)
+        now = [p.grad for p in params],sum(1+version(p.grad) for p in params)
         if self.outcome is not None and self.judged[1]==now[1] and all(map(operator.is_, self.judged[0], now[0])): return
         others = [p for p in self.batches.gradients.held() if id(p) not in held] # of the model or the loss, and not in the optimizer
         norm,loss = total_norm(grads),0 if self.loss_sign is None else self.loss_sign
@@ -359,8 +360,9 @@ class StepScaler(DynamicScaler):
         "Multiply `outputs`, and the gradients so far, by the loss scale"
         step = self.owner.step
         if step is None: return super().scale(outputs)
-        step.batches.gradients.rescale(step.scale)
-        return outputs*step.scale if isinstance(outputs, Tensor) else type(outputs)(o*step.scale for o in outputs)
+        scale = step.loss_scale
+        step.batches.gradients.rescale(scale)
+        return outputs*scale if isinstance(outputs, Tensor) else type(outputs)(o*scale for o in outputs)
     def unscale_(self, optimizer): # `learn.opt`
         "Divide the gradients by the loss scale; a second call does nothing"
         step = self.owner.step

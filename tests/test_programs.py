@@ -1,10 +1,11 @@
 "Programs of kinds that people report as broken in half precision, against fp32"
+import math,warnings
 from functools import partial
 import pytest,torch
-from fastai.basics import SGD,Callback,CancelBatchException,Learner,OptimWrapper,nn,set_seed
+from fastai.basics import SGD,Callback,CancelBatchException,Learner,OptimWrapper,nn,noop,set_seed
 from fastai.callback.mixup import MixUp
 from fastai_amp16.all import *
-from common import Do,between,both,fit,learner,plain_mlp,weights
+from common import Do,between,both,equal,fit,learner,mlp,plain_mlp,state,times_and_back,weights
 
 def ends(learn): return learn.recorder.values[-1][-1]
 
@@ -76,6 +77,50 @@ def test_a_hook_that_raises_is_named():
         return learn
     assert as_in_fp32(make).mixed_precision.reports[0].sentence.startswith('The hook `wants_floats` (line ')
 
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8)) for _ in range(2)])
+        self.out = nn.Linear(8, 1)
+    def forward(self, x):
+        for b in self.blocks: x = b(x)
+        return self.out(x)
+
+@both
+@pytest.mark.parametrize('model,hooked,before,kept', [
+    (mlp,'3',True,'2'), (plain_mlp,'1',True,'0'), (Nested,'blocks.1.1',True,'blocks.1.0.1'), (Nested,'out',True,'.'),
+    (Nested,'blocks.0',False,'blocks.0.1')])
+def test_for_a_hook_that_raises_the_module_before_it_is_enough(model, hooked, before, kept, to, dtype):
+    def wants_floats(m, args, out=None): assert (args[0] if before else out).dtype==torch.float32
+    def make():
+        learn = learner(model)
+        m = learn.model.get_submodule(hooked)
+        (m.register_forward_pre_hook if before else m.register_forward_hook)(wants_floats)
+        return learn
+    mp = as_in_fp32(make, to, tol=2e-2).mixed_precision
+    assert mp.promoted==[kept] and len(mp.reports)==1 and mp.reports[0].sentence.startswith('The hook `wants_floats` (line ')
+
+@both
+def test_a_hook_on_gradients_that_raises_is_named(to, dtype):
+    def wants_floats(g): assert g.dtype==torch.float32
+    def hooks(m, args, out):
+        if out.requires_grad: out.register_hook(wants_floats)
+    def make():
+        learn = learner(plain_mlp)
+        learn.model[0].register_forward_hook(hooks)
+        return learn
+    mp = as_in_fp32(make, to).mixed_precision
+    assert mp.promoted==['0'] and mp.reports[0].sentence.startswith('The hook `wants_floats` (line ')
+
+def test_a_hook_that_refuses_infinite_gradients_asks_for_a_lower_scale():
+    def check(g): assert g.isfinite().all()
+    def make():
+        learn = learner()
+        for p in learn.model.parameters(): p.register_hook(check)
+        return learn
+    mp = as_in_fp32(make, init_scale=2.**24).mixed_precision
+    assert not mp.promoted and mp.scaler.get_scale()<2.**24 and mp.n_rerun
+
 def zeros(learn): learn.opt.zero_grad()
 def cancels(learn): raise CancelBatchException
 def raises(learn): raise ValueError('another')
@@ -130,19 +175,152 @@ def test_hooks_on_sparse_gradients_see_true_ones():
         return seen[-4:]
     assert fitted(True)==pytest.approx(fitted(False), rel=2e-2)
 
+class Root(nn.Module):
+    "The derivative of a root at 0 is infinite: times 0 it is NaN, in fp32 as well; and half precision cannot hold what is in `mid`"
+    def __init__(self):
+        super().__init__()
+        self.inp,self.mid,self.out = nn.Linear(8, 16),Do(times_and_back),nn.Linear(16, 1)
+    def forward(self, x):
+        h = self.inp(x).relu()
+        return self.out(self.mid(h)+0*(h-h).sqrt())
+
+@both
+def test_a_hook_may_replace_nan_where_fp32_needs_it(to, dtype):
+    "While the batch is diagnosed, healed and runs in fp32; half precision adds no infinity that it could hide"
+    def make():
+        learn = learner(Root)
+        for p in learn.model.parameters(): p.register_hook(lambda g: g.nan_to_num(0., 0., 0.).clamp(-1e-2, 1e-2))
+        return learn
+    assert as_in_fp32(lambda: fit(make(), 1), to).mixed_precision.promoted==['mid']*(dtype==torch.float16)
+
+def seen_after(learn):
+    "What hooks see that come when a gradient was added, and clip it"
+    seen = []
+    def hook(p):
+        seen.append(p.grad.norm().item())
+        p.grad = p.grad.clamp(-3e-3, 3e-3)
+    for p in learn.model.parameters(): p.register_post_accumulate_grad_hook(hook)
+    return seen
+
+@both
+@pytest.mark.parametrize('first', [True,False])
+def test_hooks_after_gradients_see_true_ones_and_may_change_them(first, to, dtype):
+    def fitted(to, **kwargs):
+        learn = learner(plain_mlp)
+        if first: seen = seen_after(learn)
+        if to: getattr(learn, to)(**kwargs)
+        if not first: seen = seen_after(learn)
+        return fit(learn),seen
+    (ref,in_fp32),(learn,in_half) = fitted(None),fitted(to)
+    assert sorted(in_half[-4:])==pytest.approx(sorted(in_fp32[-4:]), rel=5e-2)
+    again,in_half = fitted('to_fp16_dynamic', init_scale=2.**30, max_scale=2.**30)
+    assert again.mixed_precision.n_rerun>0 and all(map(math.isfinite, in_half))
+    for o in (learn,again): assert ends(o)==pytest.approx(ends(ref), rel=1e-2)
+
+def test_hooks_after_sparse_gradients_see_true_ones():
+    def fitted(to):
+        learn,seen = learner(Words, opt_func=partial(OptimWrapper, opt=torch.optim.SGD)),[]
+        learn.model.emb.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_dense().norm().item()))
+        fit(learn.to_fp16_dynamic(init_scale=2.**10) if to else learn, 1)
+        return seen[-4:]
+    assert fitted(True)==pytest.approx(fitted(False), rel=2e-2)
+
+@both
+def test_hooks_may_take_the_step(to, dtype):
+    "An optimizer for each parameter, whose gradients never exist all at once; batches that overflow before any step run again"
+    def make():
+        learn = learner(plain_mlp)
+        opts = {p: torch.optim.AdamW([p], lr=5e-3) for p in learn.model.parameters()}
+        def hook(p):
+            opts[p].step()
+            opts[p].zero_grad()
+        for p in opts: p.register_post_accumulate_grad_hook(hook)
+        return learn
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', PrecisionWarning)
+        learn = as_in_fp32(make, to)
+        again = as_in_fp32(make, init_scale=2.**24).mixed_precision
+    assert not learn.mixed_precision.n_rerun and again.n_rerun==1 and again.scaler.get_scale()<2.**24
+
 # Half precision that is meant
 
 class HalfBackbone(nn.Module):
-    def __init__(self):
+    "A frozen half-precision body; casts what goes in and out if `casts_in` and `casts`"
+    def __init__(self, half, body, mid=noop, casts=True, casts_in=True):
         super().__init__()
-        self.body,self.head = nn.Linear(8, 8).half().requires_grad_(False),nn.Linear(8, 1)
-    def forward(self, x): return self.head(self.body(x.half()).float())
+        self.half_type,self.casts,self.casts_in,self.seen = half,casts,casts_in,set()
+        self.body = nn.Sequential(*body()).to(half).requires_grad_(False)
+        self.head = nn.Sequential(nn.Linear(8, 16), Do(mid), nn.Linear(16, 1))
+    def forward(self, x):
+        h = self.body(x.to(self.half_type) if self.casts_in else x)
+        self.seen.add(h.dtype)
+        return self.head(h.float() if self.casts else h)
 
-def test_frozen_parts_may_be_half():
-    learn = as_in_fp32(lambda: learner(HalfBackbone))
-    assert learn.model.body.weight.dtype==torch.float16
+def dense(norm): return lambda: (nn.Linear(8, 12), norm(12), nn.ReLU(), nn.Linear(12, 8))
+def convolved(): return nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 3, padding=1), nn.BatchNorm1d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 8)
+class Evals(Callback):
+    def before_batch(self): self.model.body.eval()
+
+bodies = {'dense': lambda: (nn.Linear(8, 8),), 'batch norm': dense(nn.BatchNorm1d), 'layer norm': dense(nn.LayerNorm),
+          'instance norm': dense(lambda n: nn.Sequential(nn.Unflatten(1, (3, 4)), nn.InstanceNorm1d(3), nn.Flatten())), 'conv': convolved}
+halfs = pytest.mark.parametrize('half', [torch.float16,torch.bfloat16], ids=['half','bfloat16'])
+
+def half_learner(half, body='batch norm', cbs=(), half_inputs=False, **kwargs):
+    learn = learner(partial(HalfBackbone, half, bodies[body], casts_in=not half_inputs, **kwargs), cbs=cbs)
+    for dl in learn.dls.loaders if half_inputs else (): dl.dataset[:] = [(x.to(half),y) for x,y in dl.dataset]
+    return learn
+
+@both
+@halfs
+@pytest.mark.parametrize('evals', [False,True], ids=['train','eval'])
+@pytest.mark.parametrize('body', bodies)
+def test_a_frozen_half_part_computes_as_in_fp32(body, evals, half, to, dtype):
+    def make(): return half_learner(half, body, Evals() if evals else ())
+    ref,learn = fit(make()),as_in_fp32(make, to)
+    a,b = learn.model.body.state_dict(),ref.model.body.state_dict()
+    assert all(torch.equal(t, b[k]) and t.dtype==b[k].dtype for k,t in a.items()) and learn.model.seen=={half}
+    assert not learn.mixed_precision.promoted and not learn.mixed_precision.n_rerun
+    with learn.no_bar(), ref.no_bar(): (preds,_),(wanted,_) = learn.get_preds(),ref.get_preds()
+    torch.testing.assert_close(preds, wanted, rtol=0, atol=2e-2)
     learn.model.body.requires_grad_(True)
     with pytest.raises(ValueError, match='fp32 master weights'): fit(learn)
+
+@both
+@halfs
+@pytest.mark.parametrize('half_inputs', [False,True])
+def test_half_parts_and_half_inputs_run_in_fp32(half_inputs, half, to, dtype):
+    "In comparisons, where a batch is diagnosed and healed, in a report and for the doctor; whether or not the model casts what it gets"
+    for casts in (True,False):
+        learn = getattr(half_learner(half, half_inputs=half_inputs, mid=asserts, casts=casts), to)()
+        before = learn.model.body[1].running_var.clone()
+        assert learn.diagnose_fp16().promoted==['head.1'] and 'AssertionError' in str(learn.fp16_doctor())
+        assert torch.equal(learn.model.body[1].running_var, before)
+        fit(learn)
+        ref = fit(half_learner(half, half_inputs=half_inputs))
+        assert learn.mixed_precision.promoted==['head.1'] and ends(learn)==pytest.approx(ends(ref), rel=1e-2)
+        for t,o in zip(learn.model.body.buffers(), ref.model.body.buffers()): torch.testing.assert_close(t, o, rtol=0, atol=0)
+
+@both
+def test_beside_a_half_part_everything_else_can_stay_in_fp32(to, dtype):
+    ref,learn = fit(half_learner(dtype)),getattr(half_learner(dtype), to)(keep_fp32=['*','.'])
+    assert equal(state(fit(learn)), state(ref)) and not learn.mixed_precision.scaler.is_enabled()
+
+def test_half_inputs_are_compared_with_fp32():
+    "Squares beyond 65504 make this 0 in fp16, without a sign"
+    def hidden(x): return 100*x/(1e5*x*x).sum(1, keepdim=True).add(1).sqrt()
+    mp = as_in_fp32(lambda: half_learner(torch.float16, half_inputs=True, mid=hidden)).mixed_precision
+    assert mp.promoted==['head.1']
+
+def test_a_half_teacher_of_a_callback_stays_half():
+    class Teaches(Callback):
+        def before_fit(self):
+            set_seed(1)
+            self.net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).half()
+        def after_pred(self):
+            with torch.no_grad(): self.learn.yb = (self.y/2+self.net(self.x.half()).float()/2,)
+    def make(): return learner(between(Do(asserts)), cbs=Teaches())
+    learn = as_in_fp32(make)
+    assert learn.mixed_precision.promoted==['1'] and {t.dtype for t in learn.teaches.net.buffers()}=={torch.float16,torch.int64}
 
 # Layouts, objects and infinities
 
