@@ -16,7 +16,7 @@ from .report import PrecisionReport,in_words,keep_code,listed
 from .ranks import RankFailed
 from .record import loss_name
 from .step import Next,are_too_large
-from .compare import bits_lost,deviation,lost
+from .compare import bits_lost,deviation,lost,wrong_first
 from .case import Case,faults,has_code
 from .remedy import Reason,heal,likeness
 
@@ -271,6 +271,7 @@ def _found_silent(case, plain):
     deviates = ranks.some(case.is_wrong(plain))
     if deviates:
         case.make_controls() # if predictions differ from run to run, a deviation proves nothing
+        if not ranks.some(case.is_wrong(plain)) and ranks.some(wrong_first(case.half, amplified=True)): case.make_controls(torch.float32)
         deviates = not ranks.some(case.is_wrong(case.run_fp32(modules=False))) and case.is_wrong(plain)
     case.silent = ranks.some(case.spoilt(plain) or deviates)
     return case.faults(case.half)

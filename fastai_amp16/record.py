@@ -244,11 +244,11 @@ class Recording(TorchFunctionMode):
 # %% ../nbs/10_record.ipynb #2f08bc00
 class _RecordedLoss:
     "Stands in for the loss function while a batch is recorded"
-    def __init__(self, recording, loss_func): self.recording,self.loss_func = recording,loss_func
+    def __init__(self, recording, loss_func, name): self.recording,self.loss_func,self.name = recording,loss_func,name
     def __call__(self, *args, **kwargs):
         rec = self.recording
         if not rec.on: return self.loss_func(*args, **kwargs)
-        args,kwargs = rec._enter(loss_name, (args,kwargs))
+        args,kwargs = rec._enter(self.name, (args,kwargs))
         return rec._leave(self.loss_func(*args, **kwargs))
     def __getattr__(self, k):
         if k.startswith('__'): raise AttributeError(k)
@@ -256,7 +256,8 @@ class _RecordedLoss:
 
 @patch
 def begin(self:Recording,
-    loss_func # Any callable
+    loss_func, # Any callable
+    name=loss_name # Of the module whose code it stands for
 ): # What takes the place of the loss function
     "Begin to record a batch, or the next one of several; hooks wait until then, since putting back modules removes new ones"
     self.stack.clear()
@@ -264,7 +265,7 @@ def begin(self:Recording,
     for m in () if self.handles else (*self.names, *(loss_func.modules() if is_module else ())):
         if isinstance(m, torch.jit.ScriptModule): continue
         self.handles += [m.register_forward_pre_hook(self._pre_hook, with_kwargs=True), m.register_forward_hook(self._hook)]
-    return loss_func if is_module else _RecordedLoss(self, loss_func)
+    return loss_func if is_module else _RecordedLoss(self, loss_func, name)
 
 @patch
 def fail(self:Recording,
