@@ -214,7 +214,7 @@ def _explained(case, why, plain):
                   "but no module could be identified as the cause.")
     if spoilt: text += f" The loss is finite, but {listed(spoilt)} {'are' if len(spoilt)>1 else 'is'} not, and that goes to the next batch."
     elif case.silent:
-        if frame and faults(r.half): text += " The code after it turns them into finite numbers, so nothing else shows the fault."
+        if frame and any(p!='backward' for p,_ in faults(r.half)): text += " The code after it turns them into finite numbers, so nothing else shows the fault."
         off = lost(plain, case.fp32, case.before, case.controls)
         if off: text += f" The change of {in_words([*off])}, which goes to the next batch, is {max(off.values()):.0%} off fp32's."
         elif not plain.finite: text += " Gradients are far larger than fp32's."
