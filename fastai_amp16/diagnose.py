@@ -15,8 +15,8 @@ from .precision import names_of
 from .report import PrecisionReport,in_words,keep_code,listed
 from .ranks import RankFailed
 from .record import loss_name
-from .step import Next,are_too_large
-from .compare import bits_lost,deviation,lost
+from .step import Next
+from .compare import are_wrong,bits_lost,deviation,lost,wrong_first
 from .case import Case,faults,has_code
 from .remedy import Reason,heal,likeness
 
@@ -227,12 +227,12 @@ def _explained(case, why, plain):
                   f"Gradients are not finite in {case.kind}")+", but no module could be identified as the cause."
     if spoilt: text += f" The loss is finite, but {listed(spoilt)} {'are' if len(spoilt)>1 else 'is'} not, and that goes to the next batch."
     elif case.silent:
-        if frame and faults(r.half): text += " The code after it turns them into finite numbers, so nothing else shows the fault."
+        if frame and any(p!='backward' for p,_ in faults(r.half)): text += " The code after it turns them into finite numbers, so nothing else shows the fault."
         off = lost(plain, case.fp32, case.before, case.controls)
         if off: text += f" The change of {in_words([*off])}, which goes to the next batch, is {max(off.values()):.0%} off fp32's."
-        elif not plain.finite: text += " Gradients are far larger than fp32's."
-        elif are_too_large(plain.norm, case.fp32.norm): text += f" Gradients are {plain.norm/case.fp32.norm:.3g} times as large as fp32's."
-        else: text += f" Predictions differ from fp32's by {deviation(plain.pred, case.fp32.pred):.0%}."
+        elif are_wrong(case.learn, plain, case.fp32, case.controls):
+            text += f" Predictions differ from fp32's by {deviation(plain.pred, case.fp32.pred):.0%}."
+        else: text += f" Gradients are {f'{plain.norm/case.fp32.norm:.3g} times as large as' if plain.finite else 'far larger than'} fp32's."
     return PrecisionReport(phase, re.sub('^the ', 'The ', text.strip()), producer=_producer(frame) if frame else '', op=frame and frame.op)
 
 # %% ../nbs/17_diagnose.ipynb #f52a50a2
@@ -285,6 +285,7 @@ def _found_silent(case, plain):
     deviates = ranks.some(case.is_wrong(plain))
     if deviates:
         case.make_controls() # if predictions differ from run to run, a deviation proves nothing
+        if not ranks.some(case.is_wrong(plain)) and ranks.some(wrong_first(case.half, amplified=True)): case.make_controls(torch.float32)
         deviates = not ranks.some(case.is_wrong(case.run_fp32(modules=False))) and case.is_wrong(plain)
     case.silent = ranks.some(case.spoilt(plain) or deviates)
     return case.faults(case.half)

@@ -11,8 +11,8 @@ from weakref import ref
 from fastai.basics import *
 from .nested import tensors
 from .private import base_of
-from .compare import deviation
-from .case import Case,wrong_first
+from .compare import deviation,wrong_first
+from .case import Case
 from .diagnose import diagnose
 
 # %% ../nbs/23_exam.ipynb #5f15af6a

@@ -125,9 +125,9 @@ def _is_plain(t): return _has_numbers(t) and t.layout==torch.strided and t.is_fl
 class _RecordedLoss(GetAttr):
     "Stands in for the loss function while a batch is recorded"
     _default = 'loss_func'
-    def __init__(self, recording, loss_func): self.recording,self.loss_func = recording,loss_func
+    def __init__(self, recording, loss_func, name): self.recording,self.loss_func,self.name = recording,loss_func,name
     def __call__(self, *args, **kwargs):
-        args,kwargs = self.recording._enter(loss_name, (args,kwargs))
+        args,kwargs = self.recording._enter(self.name, (args,kwargs))
         return self.recording._leave(self.loss_func(*args, **kwargs))
 
 class Recording(TorchFunctionMode):
@@ -163,7 +163,8 @@ class Recording(TorchFunctionMode):
 
     # the course of a run
     def begin(self,
-        loss_func # Any callable
+        loss_func, # Any callable
+        name:str=loss_name # Of the module whose code it stands for
     ): # What takes the place of the loss function
         "Begin to record a batch, or the next one of several; hooks wait until then, since putting back modules removes new ones"
         self.stack.clear()
@@ -171,7 +172,7 @@ class Recording(TorchFunctionMode):
         for m in () if self.handles else (*self.names, *(loss_func.modules() if is_module else ())):
             if isinstance(m, torch.jit.ScriptModule): continue
             self.handles += [m.register_forward_pre_hook(self._pre_hook, with_kwargs=True), m.register_forward_hook(self._hook)]
-        return loss_func if is_module else _RecordedLoss(self, loss_func)
+        return loss_func if is_module else _RecordedLoss(self, loss_func, name)
 
     def fail(self,
         e:Exception # What the batch raised

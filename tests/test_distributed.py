@@ -357,6 +357,27 @@ def _silent(rank, on_spiral):
 @pytest.mark.parametrize('on_spiral', ['heal','warn'])
 def test_a_silent_failure_of_one_rank_is_a_matter_of_all(ranks, on_spiral): ranks(_silent, on_spiral)
 
+class Coarse(nn.Module):
+    "Where `on`: differs from fp32 in a validation, in a moving average that it keeps, or by sines of large angles"
+    on = False
+    def __init__(self, where): super().__init__(); self.where,self.mean = where,torch.full((16,), 900.)
+    def forward(self, x):
+        if not self.on or (self.where=='valid')==self.training: return x
+        if self.where=='carried': self.mean = 0.99*self.mean+0.01*(x.detach()+900).mean(0)
+        return dict(valid=lambda: x+4000-4000, carried=lambda: x, sines=lambda: (2000*x).sin())[self.where]()
+
+def _differs(rank, where, kept):
+    def model(): return nn.Sequential(nn.Linear(8,16), nn.LayerNorm(16), Coarse(where), nn.Linear(16,1))
+    class On(Callback):
+        def before_fit(self): self.model[2].on = True
+    learn,g = train(rank, 3, model=model, cbs=[On()] if rank else [])
+    mp = learn.mixed_precision
+    assert mp.promoted==kept and [r.sentence.startswith('On rank 1: ') for r in mp.reports]==[True] and mp.n_skipped==0
+    assert mp.history.step[mp.history.reruns>0].tolist()==([] if where=='valid' else [0])
+
+@pytest.mark.parametrize('where,kept', [('valid',['2']),('carried',['2']),('sines',['0'])], ids=['valid','carried','sines'])
+def test_what_differs_from_fp32_on_one_rank_is_healed_on_all(ranks, where, kept): ranks(_differs, where, kept)
+
 def _few_samples(rank):
     "Statistics of two samples, or of four: no reason for a diagnosis"
     with sync_bn_on_cpus(): learn,g = train(rank, 10, bs=4, n=16, sync_bn=True)
