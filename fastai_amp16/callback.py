@@ -29,7 +29,7 @@ from .messages import (bare_step,cannot_rerun,check_keywords,loose_backward,refu
 # %% ../nbs/21_callback.ipynb #c5961e06
 def _prepare_learners():
     "Import what a `Learner` needs, in case only this module was imported before the callback was made or unpickled"
-    import_module('fastai_amp16.learner')
+    import_module('fastai_amp16.all')
 
 class DynamicMixedPrecision(MixedPrecision):
     """Mixed precision with fp32 master weights and fp32 norms, which runs a batch again rather than skip its step

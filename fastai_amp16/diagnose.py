@@ -227,12 +227,15 @@ def _explained(case, why, plain):
                   f"Gradients are not finite in {case.kind}")+", but no module could be identified as the cause."
     if spoilt: text += f" The loss is finite, but {listed(spoilt)} {'are' if len(spoilt)>1 else 'is'} not, and that goes to the next batch."
     elif case.silent:
-        if frame and any(p!='backward' for p,_ in faults(r.half)): text += " The code after it turns them into finite numbers, so nothing else shows the fault."
+        hidden = frame and any(p!='backward' for p,_ in faults(r.half))
+        if hidden: text += " The code after it turns them into finite numbers, so nothing else shows the fault."
         off = lost(plain, case.fp32, case.before, case.controls)
         if off: text += f" The change of {in_words([*off])}, which goes to the next batch, is {max(off.values()):.0%} off fp32's."
         elif are_wrong(case.learn, plain, case.fp32, case.controls):
             text += f" Predictions differ from fp32's by {deviation(plain.pred, case.fp32.pred):.0%}."
-        else: text += f" Gradients are {f'{plain.norm/case.fp32.norm:.3g} times as large as' if plain.finite else 'far larger than'} fp32's."
+        else:
+            times = f'{plain.norm/case.fp32.norm:.3g} times as large as' if plain.finite else 'far larger than'
+            text += f" Gradients are {times} fp32's."
     return PrecisionReport(phase, re.sub('^the ', 'The ', text.strip()), producer=_producer(frame) if frame else '', op=frame and frame.op)
 
 # %% ../nbs/17_diagnose.ipynb #f52a50a2
@@ -309,7 +312,9 @@ def _judged(case):
     report = _explained(case, why, plain)
     if healed: report.promoted,report.new_scale,_ = healed
     report.remedy = "train in fp32, since nothing else that was tried helps"
-    if healed: report.remedy = keep_code(names_of(case.model, [*case.keep, *report.promoted]), case.dtype, case.plan(report.promoted).has_half)
+    if healed:
+        names,rest = names_of(case.model, [*case.keep, *report.promoted]),bool(case.plan(report.promoted).in_half)
+        report.remedy = keep_code(names, case.dtype, rest)
     return report
 
 # %% ../nbs/17_diagnose.ipynb #df02d609

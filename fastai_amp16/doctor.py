@@ -16,8 +16,8 @@ from .precision import class_named,convs,names_of,unwrap
 from .report import as_html,colors,keep_code,listed,styler
 from .record import loss_name
 from .messages import emulates_bf16
-from .learner import looking,running,training_case
-from .exam import Finding,casts,check,examine,largest,moves
+from .learner import looking,running
+from .exam import training_case,Finding,casts,check,examine,largest,moves
 
 # %% ../nbs/24_doctor.ipynb #877507e4
 @patch

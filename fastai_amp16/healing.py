@@ -37,7 +37,8 @@ def heal(
     named = [r for r in d.reports if r.verdict!='scale'] # a lower scale is part of the history
     mp.reports += named
     if d.verdict is Verdict.healed and mp.on_spiral=='heal': _promote(mp, d)
-    if d.verdict is Verdict.fine and what is not None: mp.meant,step.batches.model_state.watches = mp.learn.model,False # fp32 has this infinity, too
+    if d.verdict is Verdict.fine and what is not None: # fp32 has this infinity, too
+        mp.meant,step.batches.model_state.watches = mp.learn.model,False
     _tell(mp, d, named, what)
     step.silent,step.error = False,None
     if what is None:
@@ -55,7 +56,7 @@ def _promote(mp, d):
     for r in d.reports:
         r.done = f"The batch runs again, with {in_words(r.promoted)} in fp32 from now on."
         if d.silent and mp.learn._fitting and not mp.training: r.done += " Training so far may have had the same error."
-        r.remedy = f"To start that way: {keep_code(names_of(mp.plan.model, mp.keeps(mp.plan.model)), mp.dtype, mp.plan.has_half)}."
+        r.remedy = f"To start that way: {keep_code(names_of(mp.plan.model, mp.keeps(mp.plan.model)), mp.dtype, bool(mp.plan.in_half))}."
 
 def _tell(mp, d, named, what):
     "Warn of what was found and done, or raise `FloatingPointError` with `on_spiral='raise'`"

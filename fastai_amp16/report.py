@@ -29,7 +29,7 @@ class PrecisionReport:
     scale:float = 1. # The loss scale of the batch
     new_scale:float = None # A loss scale that fits
     promoted:list = field(default_factory=list) # What has to stay in fp32, as in `keep_fp32`
-    samples:list = field(default_factory=list) # Indices of the samples at fault: in the data set if the loader tells them, else in the batch
+    samples:list = field(default_factory=list) # Indices of the samples at fault, in the data set if known, else in the batch
     dtype:torch.dtype = torch.float16 # `torch.float16` or `torch.bfloat16`
     done:str = '' # What was done about it, as a sentence
 
@@ -82,10 +82,10 @@ def in_words(
 def keep_code(
     names:list, # All names as in `keep_fp32`, since a second call replaces the first
     dtype:torch.dtype, # `torch.float16` or `torch.bfloat16`
-    has_half:bool=True # Is there anything else?
+    rest:bool=True # Does anything else compute in half precision?
 ) -> str:
     "Write the call that keeps `names` in fp32"
-    if not has_half: return 'learn.to_fp32()'
+    if not rest: return 'learn.to_fp32()'
     names = [n for n in dict.fromkeys(names) if not any(n.startswith(o+'.') for o in names)] # modules inside are kept anyway
     return f"learn.to_{'bf' if dtype==torch.bfloat16 else 'fp'}16_dynamic(keep_fp32=[{', '.join(map(repr, names))}])"
 

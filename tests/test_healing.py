@@ -8,7 +8,7 @@ from fastai.layers import SigmoidRange
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16 import diagnose
 from fastai_amp16.all import AdamW16
-from fastai_amp16.learner import training_case
+from fastai_amp16.exam import training_case
 import hostile
 from hostile import bad_samples,hopeless,plain_fp16,zoo
 from common import Called,Detour,Do,Poison,between,clean,fit,learner,masked_fill,mse,small_root,times_and_back,weights

@@ -15,7 +15,8 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai_amp16.all import AdamW16,PrecisionReport,PrecisionWarning
 from fastai_amp16.diagnose import diagnose
 from fastai_amp16.remedy import heal
-from fastai_amp16.learner import looking,training_case
+from fastai_amp16.exam import training_case
+from fastai_amp16.learner import looking
 from fastai_amp16.snapshot import unchanged
 import hostile
 from common import Do,Poison,between,clean,equal,fit,learner,mse,process_wide,state,times_and_back,weights

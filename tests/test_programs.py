@@ -401,7 +401,8 @@ def test_numbers_too_large_for_fp32_are_named_in_the_data_and_not_blamed_on_the_
     assert named(learner(plain_mlp, scale=1e25, shuffle=False), 1e-2, range(16)).startswith('The targets of the batch reach ')
     learn = learner(plain_mlp, shuffle=False)
     learn.dls.train.dataset[21][0][3] = 3e27
-    assert named(learn, 1e-2, [21])=='The inputs of the batch reach 3e+27, which is too much for fp32, in 1 of its 16 samples: 21 of the data set.'
+    says = 'The inputs of the batch reach 3e+27, which is too much for fp32, in 1 of its 16 samples: 21 of the data set.'
+    assert named(learn, 1e-2, [21])==says
 
 def test_before_a_step_no_learning_rate_is_blamed():
     def make(by):
@@ -463,6 +464,7 @@ class Needs(Callback):
 @pytest.mark.parametrize('ask', ['diagnose_fp16','fp16_doctor'])
 def test_a_callback_that_cannot_run_is_left_out_and_named(ask):
     learn = learner(plain_mlp, cbs=[Needs(),Counts()])
-    assert 'Without callbacks that raise outside a fit: Needs.' in str(getattr(learn, ask)()) and [*learn.cbs[-2:].map(type)]==[Needs,Counts]
+    assert 'Without callbacks that raise outside a fit: Needs.' in str(getattr(learn, ask)())
+    assert [*learn.cbs[-2:].map(type)]==[Needs,Counts]
     learn.of_another_callback = 2.
     assert 'Needs' not in str(getattr(learn, ask)())
