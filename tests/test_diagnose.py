@@ -5,7 +5,8 @@ from fastai.basics import nn,partial,set_seed
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.case import Case
 from fastai_amp16.compare import deviation
-from fastai_amp16.diagnose import Verdict,_merged,after,diagnose,diagnose_step
+from fastai_amp16.diagnose import diagnose
+from fastai_amp16.healing import Verdict,_merged,after,diagnose_step
 from fastai_amp16.entry import Entry
 from fastai_amp16.precision import PrecisionPlan
 from fastai_amp16.remedy import heal
