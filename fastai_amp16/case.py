@@ -197,7 +197,7 @@ class Case:
         run:Recording # A run in any precision
     ) -> bool:
         "Are predictions, or what goes to the next batch, far from those in fp32, or the gradients far larger?"
-        if self.backward and are_too_large(run.norm, self.fp32.norm): return True
+        if self.backward and are_too_large(run.norm, max(o.norm for o in (self.fp32, *self.controls[:1]))): return True
         return are_wrong(self.learn, run, self.fp32, self.controls) or bool(lost(run, self.fp32, self.before, self.controls))
 
     @functools.cached_property
@@ -214,7 +214,7 @@ class Case:
         def twice():
             with suppress(Left): self.f()
             self.f()
-        def control(f, modules=False): return replace(self, backward=False, f=f).run_fp32(modules, reference=self.fp32)
+        def control(f, modules=False): return replace(self, backward=self.backward and modules, f=f).run_fp32(modules, reference=self.fp32)
         self.controls = control(in_rounded, True),control(twice)
 
     def spoilt(self,
@@ -231,5 +231,5 @@ class Case:
         if res and not self.silent or any(phase!='backward' for phase,_ in res): return res
         # an infinity inside a module's own code mostly does no harm
         inner = [o for o in faults(half) if o[0]!='backward']
-        if self.silent and not inner: inner = wrong_first(half, first(self.controls)) or wrong_first(half)
+        if self.silent and not inner and self.is_wrong(half): inner = wrong_first(half, first(self.controls)) or wrong_first(half)
         return inner+res

@@ -91,7 +91,7 @@ def rounded(
         level = t.mean(0, keepdim=True) if t.dim()>1 and len(t)>1 else 0
         mantissa,exponent = torch.frexp(t-level)
         res = torch.ldexp((mantissa*steps).round()/steps, exponent)+level
-        return torch.where(res.isfinite(), res, t) # a mask may hold infinities
+        return torch.where(res.isfinite(), t+(res-t).detach(), t) # a mask may hold infinities
     steps = 0.25/torch.finfo(dtype or plan.dtype).eps # three bits less than it has
     def is_half(m): return isinstance(m, _half_layers) or not isinstance(m, nn.Embedding) and any(True for _ in m.parameters(recurse=False))
     ms = [m for m in plan.in_half if is_half(m) and not isinstance(m, torch.jit.ScriptModule)]

@@ -277,9 +277,8 @@ def _blamed(case):
 
 def _found_silent(case, plain):
     "Set `case.silent` to whether half precision is wrong without a sign; return the faults"
-    ranks = case.ranks
-    deviates = ranks.some(case.is_wrong(plain))
-    if deviates:
+    ranks,deviates = case.ranks,False
+    if case.silent or ranks.some(case.is_wrong(plain)):
         case.make_controls() # if predictions differ from run to run, a deviation proves nothing
         if not ranks.some(case.is_wrong(plain)) and ranks.some(wrong_first(case.half, amplified=True)): case.make_controls(torch.float32)
         deviates = not ranks.some(case.is_wrong(case.run_fp32(modules=False))) and case.is_wrong(plain)
@@ -291,7 +290,9 @@ def _judged(case):
     case.half = half = case.run(reference=case.fp32)
     # an infinity that was replaced in `half` may do no harm
     plain = case.run(modules=False) if case.ranks.some(half.error is None and faults(half)) else half
-    found = _found_silent(case, plain) if case.ranks.every(plain.finite) else case.faults(half)
+    may_be,finite = case.silent,case.ranks.every(plain.finite)
+    found = _found_silent(case, plain) if may_be or finite else case.faults(half)
+    case.silent = case.silent or may_be and not finite # gradients may be wrong at a lower scale as well
     if case.ranks.every(case.fits(plain)):
         return PrecisionReport('healthy', f"Everything is finite in {case.kind} at the loss scale {case.scale:g}.")
     healed = heal(case)

@@ -2,7 +2,8 @@
 import warnings
 import pytest,torch
 import torch.nn.functional as F
-from fastai.basics import Adam,Callback,DataLoader,DataLoaders,Learner,OptimWrapper,default_device,nn,partial,set_seed
+from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,Datasets,L,Learner,OptimWrapper,default_device,nn,noop,partial,
+                           set_seed)
 from fastai_amp16.all import AdamW16
 from fastai_amp16.compare import deviation,rounded as rounded_layers
 from fastai_amp16.precision import PrecisionPlan
@@ -291,6 +292,29 @@ def test_predictions_are_compared_once_for_the_same_weights(to, dtype):
     assert [*map(n, (predict,learn.validate))]==[2,1]
     fit(learn, 1)
     assert n(learn.validate)==1 # compared by the fit
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+@both
+def test_found_in_a_prediction_of_one_item(to, dtype):
+    "By `learn.predict`, if the weights have changed since the last comparison"
+    set_seed(0, reproducible=True)
+    ts = [*positions(96)]
+    splits = L(range(64)),L(range(64, 96))
+    dls = Datasets(ts, [[noop], [lambda t: (t*0.3).sin()]], splits=splits).dataloaders(bs=32, num_workers=0, device=default_device())
+    calls,model = [],Angles()
+    model.net.register_forward_pre_hook(lambda *_: calls.append(1))
+    learn = fit(Learner(dls, model, F.mse_loss, AdamW16, lr=1e-2), 2)
+    def predict():
+        calls.clear()
+        with learn.no_bar(), learn.no_logging(): return learn.predict(ts[70])[-1]
+    wanted = predict()
+    mp = getattr(learn, to)().mixed_precision
+    assert abs(predict()-wanted)<0.1*abs(wanted) and mp.promoted==['f'] and len(calls)>2
+    predict()
+    assert len(calls)==1
+    with torch.no_grad(): model.net[0].weight.add_(0.1)
+    predict()
+    assert len(calls)==2
 
 def test_found_in_a_validation():
     program = lambda n: torch.randperm(n)[:,None].float(),lambda t: (t*0.3).sin(),Farther
