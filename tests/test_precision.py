@@ -418,6 +418,11 @@ def test_keep_fp32_without_match(keep, near):
     with pytest.raises(ValueError) as e: half_forward(deep(), keep_fp32=keep)
     assert 'matches no module' in str(e.value) and near in str(e.value)
 
+def test_a_batch_norm_that_became_a_synchronized_one_is_not_found():
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2,2), nn.BatchNorm1d(2)))
+    with pytest.raises(ValueError, match='keep_fp32=.*BatchNorm1d.* matches no module .*near matches: SyncBatchNorm'):
+        half_forward(net, keep_fp32=nn.BatchNorm1d)
+
 @pytest.mark.parametrize('name,cls', [('Linear','nn.Linear'), ('nn.Linear','nn.Linear'), ('LSTM','nn.LSTM'), ('SE','SE')])
 def test_keep_fp32_of_the_name_of_a_class(name, cls):
     "Of torch's or of the model's, in a list or not"

@@ -173,6 +173,13 @@ def test_a_batch_without_a_backward_pass(verdict):
     r = report(row('a', gradient=nan, flushed=nan, subnormal=nan), verdict=verdict)
     assert {*shared}<={*header(r)}<={*shared,'input','output','bits'} and header(r)==Page(r._repr_html_()).rows[0]
 
+def test_long_names_are_shown_in_full():
+    "So that they can be copied to `keep_fp32`"
+    names,kind = [f'vision_model.encoder.layers.{i}.self_attn.{k}_proj' for i in range(3) for k in 'qkv'],'NonDynamicallyQuantizableLinear'
+    r = report(*(row(n, type=kind, **every) for n in names), verdict='backward', producer=names[5])
+    assert marked(r)[0]==names[5] and _top(r)==[names[5],*names[:3]]
+    assert {tuple(o[:2]) for o in Page(r._repr_html_()).rows[1:]}=={('▶ '*(n==names[5])+n,kind) for n in names}
+
 @pytest.mark.parametrize('table', [None, pd.DataFrame([]), pd.DataFrame([row('a')])[:0]], ids=['default','empty','no_rows'])
 def test_no_rows(table):
     "Words only, and an empty picture"
