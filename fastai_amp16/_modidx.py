@@ -516,6 +516,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastai_amp16.record._Seen.__init__': ('record.html#_seen.__init__', 'fastai_amp16/record.py'),
                                      'fastai_amp16.record._Seen.is_bad': ('record.html#_seen.is_bad', 'fastai_amp16/record.py'),
                                      'fastai_amp16.record._has_numbers': ('record.html#_has_numbers', 'fastai_amp16/record.py'),
+                                     'fastai_amp16.record._hook_that_raised': ('record.html#_hook_that_raised', 'fastai_amp16/record.py'),
                                      'fastai_amp16.record._is_ours': ('record.html#_is_ours', 'fastai_amp16/record.py'),
                                      'fastai_amp16.record._is_plain': ('record.html#_is_plain', 'fastai_amp16/record.py'),
                                      'fastai_amp16.record._key': ('record.html#_key', 'fastai_amp16/record.py'),

@@ -182,7 +182,7 @@ def _said(case, phase, frame, half):
         return f"The derivative of {what} is not finite in {kind}, {low}at the loss scale {scale:g}; in fp32 it is finite."
     taken,ref,open_ = top_of('in'),top_of('out'),half.open
     if open_ and open_.name==frame.name and (frame.op is None or open_.call==frame.call): # others may overflow before this one raises
-        return f"{what} raises in {kind}: {_line(half.error)}."
+        return f"{half.hook or what} raises in {kind}: {_line(half.error)}."
     if phase=='loss': return f"{what} is not finite for predictions rounded to {kind}; in fp32 it is at most {ref:.3g}."
     if ref>top: return f"{what} gives numbers up to {ref:.3g}, but the largest {kind} number is {top:g}."
     if taken>top: return f"{what} takes in numbers up to {taken:.3g}, but the largest {kind} number is {top:g}."

@@ -6,7 +6,7 @@
 __all__ = ['loss_name', 'Measured', 'sampled', 'Recording']
 
 # %% ../nbs/10_record.ipynb #0b88aae7
-import math,sys
+import math,sys,traceback
 from collections import Counter
 from typing import NamedTuple
 from weakref import ref
@@ -108,6 +108,14 @@ def _is_ours(f):
     name = f.f_globals.get('__name__', '')
     return name.startswith('fastai_amp16.') and name!='fastai_amp16.demo'
 
+def _hook_that_raised(e):
+    "The hook on a module that raised `e`, in words; `None` if no hook did"
+    frames = [f.f_code for f,_ in traceback.walk_tb(e.__traceback__)]
+    called = [g for f,g in zip(frames, frames[1:]) if f.co_filename==nn.modules.module.__file__!=g.co_filename]
+    if not called or called[-1].co_name=='forward': return None
+    code = called[-1]
+    return f'The hook `{code.co_name}` (line {code.co_firstlineno} of {Path(code.co_filename).name})'
+
 def _has_numbers(t): return not (t.is_nested or is_functorch_wrapped(t))
 def _key(t): return id(t),0 if t.is_inference() else version(t)
 def _is_plain(t): return _has_numbers(t) and t.layout==torch.strided and t.is_floating_point()
@@ -146,7 +154,8 @@ class Recording(TorchFunctionMode):
         self.handles = [] # of hooks on modules and on tensors, parameters included
         self.without_graph,self.again = set(),0 # modules that ran without a graph in a checkpoint; how many of them are running again
         self.error,self.open,self.on,self.pred,self.carried,self.finite = None,None,False,None,Counter(),True # finite so far
-        self.total,self.infinite = None,False # the norm of the gradients, as a tensor; are predictions or what stays in modules infinite?
+        self.infinite = False # are predictions infinite, or what the run leaves in modules?
+        self.total = self.hook = None # the norm of the gradients, as a tensor; the hook that raised, in words
 
     def __reduce__(self): return Recording, (nn.Identity(),) # a copied module is not recorded, and a hook that is off does no harm
 
@@ -166,7 +175,7 @@ class Recording(TorchFunctionMode):
         e:Exception # What the batch raised
     ):
         "Note the first exception, and which call raised it"
-        if self.error is None: self.error,self.open = e,self.stack[-1] if self.stack else None
+        if self.error is None: self.error,self.open,self.hook = e,self.stack[-1] if self.stack else None,_hook_that_raised(e)
         e.__traceback__ = None # it would keep tensors alive
 
     def end(self):

@@ -112,8 +112,8 @@ class ScaledBackward(TorchFunctionMode):
         scale:float # The loss scale
     ):
         super().__init__()
-        with no_torch_function(): keeps = any(t.grad_fn is not None for t in tensors(batches.inputs)) # graphs from before the batch
-        self.gradients,self.scale,self.more = batches.gradients,scale,{'retain_graph':True} if keeps else {}
+        with no_torch_function(): have_graphs = any(t.grad_fn is not None for t in tensors(batches.inputs)) # which must not be freed
+        self.gradients,self.scale,self.more = batches.gradients,scale,{'retain_graph':True} if have_graphs else {}
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not Tensor.backward: return func(*args, **(kwargs or {}))
         loss,*args = args
