@@ -151,6 +151,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastai_amp16.demo.YBlock.__init__': ('demo.html#yblock.__init__', 'fastai_amp16/demo.py'),
                                    'fastai_amp16.demo.YBlock.forward': ('demo.html#yblock.forward', 'fastai_amp16/demo.py'),
                                    'fastai_amp16.demo._compare': ('demo.html#_compare', 'fastai_amp16/demo.py'),
+                                   'fastai_amp16.demo._slow': ('demo.html#_slow', 'fastai_amp16/demo.py'),
                                    'fastai_amp16.demo.digits_dls': ('demo.html#digits_dls', 'fastai_amp16/demo.py'),
                                    'fastai_amp16.demo.main': ('demo.html#main', 'fastai_amp16/demo.py'),
                                    'fastai_amp16.demo.picture': ('demo.html#picture', 'fastai_amp16/demo.py'),

@@ -128,16 +128,22 @@ def picture(
 _columns = {'data':'<12', 'precision':'<21', 'accuracy':'>8.2%', 'skipped':'>9', 'reruns':'>8', 'loss scale':'>12g', 'seconds':'>9.1f'}
 
 def _compare(**kwargs):
-    "Run all `trainings`, and print a table, each row as soon as it is known: the learners by data and precision"
+    "Run all `trainings`, and print a table, each row as soon as it is known: the learners and seconds by data and precision"
     print(''.join(format(k, re.match(r'[<>]\d+', o)[0]) for k,o in _columns.items()))
-    groups = {}
+    groups,seconds = {},{}
     for data,ways in trainings.items():
         for precision in ways:
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore', UserWarning) # the table and the findings say it
                 groups.setdefault(data, {})[precision],row = train(data, precision, **kwargs)
             print(''.join(format(v, _columns[k]) for k,v in row.items()), flush=True)
-    return groups
+            seconds[data,precision] = row['seconds']
+    return groups,seconds
+
+def _slow(seconds):
+    "Which half precision took much longer than fp32 on the digits, in words"
+    times = {k: seconds.get(('digits',f'to_{k}_dynamic()'), 0.)/seconds['digits','fp32'] for k in ('fp16','bf16')}
+    return ' and '.join(f"{k} ({t:.1f} times fp32's seconds)" for k,t in times.items() if t>1.5)
 
 @call_parse
 def main(
@@ -152,10 +158,10 @@ def main(
     device,n = default_device(),sum(map(len, trainings.values()))
     name = torch.cuda.get_device_name(device) if device.type=='cuda' else device.type
     print(f"{n} trainings of {epochs} epoch{'s'*(epochs>1)} on {name}\n")
-    groups = _compare(epochs=epochs, lr=lr, bs=bs, seed=seed)
+    groups,seconds = _compare(epochs=epochs, lr=lr, bs=bs, seed=seed)
     print('\nOn raw counts, to_fp16_dynamic() finds what overflows and keeps it in fp32:')
     fill = partial(textwrap.fill, width=80, initial_indent='- ', subsequent_indent='  ', break_long_words=False, break_on_hyphens=False)
     for r in groups['raw counts']['to_fp16_dynamic()'].mixed_precision.reports: print(f'\n{r}' if reports else fill(r.sentence))
-    if device.type=='cpu': print('\nHalf precision can be slow on a CPU: compare the seconds on a GPU.')
+    if device.type=='cpu' and (slow := _slow(seconds)): print(f'\nSlow here: {slow}. Compare on a GPU.')
     picture(groups).savefig(out, dpi=120)
     print(f'\nPicture of losses, loss scales and gradient norms: {Path(out).absolute()}')

@@ -1,8 +1,9 @@
 "What `fastai_amp16_demo` shows"
-import os,subprocess,sys
+import functools,os,subprocess,sys
 from pathlib import Path
-import pytest
+import pytest,torch
 from fastcore.script import anno_parser
+import fastai_amp16.demo as demo
 from fastai_amp16.demo import main,train,trainings
 
 def accuracy(*args, **kwargs): return train(*args, **kwargs)[1]['accuracy']
@@ -42,6 +43,24 @@ def test_command_prints_reports_where_asked(told, tmp_path, monkeypatch, capsys)
 def test_command_says_where_the_picture_is(told):
     text,path = told
     assert text.splitlines()[-1].endswith(f': {path}') and path.read_bytes()[:4]==b'\x89PNG'
+
+trained = functools.cache(train)
+
+@pytest.mark.parametrize('fp16,bf16,says', [
+    (1.4,1.5,''), (4.,1.5,'Slow here: fp16 (4.0 times fp32\'s seconds). Compare on a GPU.'),
+    (4.,6.,'Slow here: fp16 (4.0 times fp32\'s seconds) and bf16 (6.0 times fp32\'s seconds).')])
+def test_what_is_slow_is_what_took_long(fp16, bf16, says, monkeypatch, capsys, tmp_path):
+    seconds = {'fp32': 1., 'to_fp16_dynamic()': fp16, 'to_bf16_dynamic()': bf16}
+    def timed(data, precision, **kwargs):
+        learn,row = trained(data, 'fp32' if data=='digits' else precision, epochs=1)
+        return learn,{**row, 'precision': precision, 'seconds': seconds[precision]}
+    monkeypatch.setitem(trainings, 'digits', tuple(seconds))
+    monkeypatch.setitem(trainings, 'raw counts', ('to_fp16_dynamic()',))
+    monkeypatch.setattr(demo, 'train', timed)
+    monkeypatch.setattr(demo, 'default_device', lambda: torch.device('cpu'))
+    main(epochs=1, out=tmp_path/'x.png')
+    out = capsys.readouterr().out
+    assert says in out and ('Slow here' in out)==bool(says)
 
 def test_healing_ends_where_fp32_ends():
     fp32,healed = [accuracy('raw counts', p, 8) for p in ('fp32','to_fp16_dynamic()')]
