@@ -81,7 +81,6 @@ class RegNetY(nn.Module):
         self.avgpool,self.fc = nn.AdaptiveAvgPool2d(1),nn.Linear(nf, c)
     def forward(self, x): return self.fc(self.avgpool(self.trunk_output(self.stem(x))).flatten(1))
 
-# %% ../nbs/25_demo.ipynb #1ac39e7d
 precisions = {
     'fp32':                Learner.to_fp32,
     'fp16, static scale':  partial(Learner.to_fp16_dynamic, dynamic=False, init_scale=512., on_spiral='warn'),
@@ -112,7 +111,6 @@ def train(
     return learn,{'data': data, 'precision': precision, 'accuracy': learn.recorder.values[-1][-1], 'skipped': skipped, 'reruns': reruns,
                   'loss scale': scale, 'seconds': time.perf_counter()-start}
 
-# %% ../nbs/25_demo.ipynb #238a820e
 def picture(
     groups:dict # Name of the data to dict of trained `Learner`s, by keys of `precisions`
 ) -> Figure: # With a column for each group
@@ -166,7 +164,6 @@ def _slow(seconds):
     times = {k: seconds.get(('digits',f'to_{k}_dynamic()'), 0.)/seconds['digits','fp32'] for k in ('fp16','bf16')}
     return ' and '.join(f"{k} ({t:.1f} times fp32's seconds)" for k,t in times.items() if t>1.5)
 
-# %% ../nbs/25_demo.ipynb #4b0ef9f8
 def _check(out, epochs, lr, bs):
     "Say what is wrong with an argument before the first training"
     kinds = Figure().canvas.get_supported_filetypes()

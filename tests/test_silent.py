@@ -99,7 +99,8 @@ wrong = { # inputs, targets, model
     'fraction of a layer': (lambda n: 500+400*torch.rand(n, 1), lambda x: (1.5*x).frac(),
                             lambda: nn.Sequential(layer(nn.Linear(1, 1), 1.5), Do(torch.frac), mlp(1))),
     'rotated by a layer': (lambda n: torch.cat([positions(n),torch.randn(n, 1)], 1), lambda x: x[:,1:]*(0.3*x[:,:1]).cos(), Rotated),
-    'difference of layers': (lambda n: torch.randn(n, 2)@torch.tensor([[1000.,1000.],[0.,1.]]), lambda x: (x[:,:1]-x[:,1:]).tanh(), Difference),
+    'difference of layers': (lambda n: torch.randn(n, 2)@torch.tensor([[1000.,1000.],[0.,1.]]),
+                             lambda x: (x[:,:1]-x[:,1:]).tanh(), Difference),
     'small numbers': (xs, product, lambda: nn.Sequential(
         Do(lambda x: x*1e-9), nn.Linear(8, 16, bias=False), Do(lambda x: x.float()*1e9), mlp(16))),
 }
