@@ -197,8 +197,7 @@ class Comparison:
     ): # The result of `call`
         """Compare the predictions of one batch
 
-        With several processes, all do so in the same step. Compiled code does not run for it, since it draws random numbers in its own
-        way."""
+        All processes do so in the same step. Compiled code does not run for it, since it draws random numbers in its own way."""
         batches = step.batches
         learn,self.weights = batches.learn,batches.model_state.weights()
         if learn.training: self.is_due = False
@@ -224,8 +223,7 @@ class Comparison:
         res = call()
         half = half or left(res)
         step.silent = differ()
-        # several processes run the controls together, in the diagnosis
-        if step.silent and step.ranks.size==1:
+        if step.silent and step.ranks.size==1: # several processes run the controls together, in the diagnosis
             twice = control(nullcontext(), n=2)
             step.silent = differ([control(rounded(plan)), twice]) or (
                 _amplifies(plan, control, tried) and differ([control(rounded(plan, torch.float32)), twice]))
