@@ -103,9 +103,7 @@ def _record(case, modules, plan=None, scale=1., **kwargs):
         batches.put_back() # the caller needs the statistics of the start of the step
     return rec
 
-def has_code(
-    m:nn.Module # Any module
-) -> bool:
+def has_code(m:nn.Module): # Any module
     "Does `m` have code of its own? Plain containers do not"
     return own_forward(m) is not None or type(m).forward not in (nn.Sequential.forward, nn.Module.forward)
 
@@ -187,15 +185,11 @@ class Case:
         return self.ranks.every(self.fits(self.run(promoted, scale, modules=False)))
 
     # of this rank's batch
-    def fits(self,
-        half:Recording # A run in half precision
-    ) -> bool:
+    def fits(self, half:Recording): # A run in half precision
         "Is everything finite, in the modules as well, and are the predictions right if `silent`?"
         return half.finite and not self.spoilt(half) and not (self.silent and self.is_wrong(half))
 
-    def is_wrong(self,
-        run:Recording # A run in any precision
-    ) -> bool:
+    def is_wrong(self, run:Recording): # A run in any precision
         "Are predictions, or what goes to the next batch, far from those in fp32, or the gradients far larger?"
         if self.backward and are_too_large(run.norm, max(o.norm for o in (self.fp32, *self.controls[:1]))): return True
         return are_wrong(self.learn, run, self.fp32, self.controls) or bool(lost(run, self.fp32, self.before, self.controls))
@@ -205,9 +199,7 @@ class Case:
         "What modules carry to the batches, which are not running now"
         return sampled(self.batches.model_state.carried())
 
-    def make_controls(self,
-        dtype:torch.dtype=None # As in `rounded`
-    ):
+    def make_controls(self, dtype:torch.dtype=None): # as in `rounded`
         "Run the batches in fp32 with rounded outputs, for `is_wrong`; all ranks must call this"
         def in_rounded(): # since hooks that were set before are removed when a run begins
             with rounded(self.plan(), dtype): self.f()

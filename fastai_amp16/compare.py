@@ -8,7 +8,6 @@ __all__ = ['wrong', 'deviation', 'bits_lost', 'loss_deviation', 'rounded', 'lost
 # %% ../nbs/13_compare.ipynb #1ea8669a
 import itertools,math
 from contextlib import contextmanager,nullcontext
-from collections import namedtuple
 from fastai.basics import *
 from .entry import eager
 from .nested import replace,tensors
@@ -101,8 +100,6 @@ def rounded(
     finally:
         for h in handles: h.remove()
 
-_Run = namedtuple('_Run', 'pred left') # predictions, and what modules carry to the next batch, from `sampled`, as in a `Recording`
-
 def _change(ts, before): return [(t-b if b.shape==t.shape else t)[None] for t,b in zip(ts, before or map(torch.zeros_like, ts))]
 
 def lost(
@@ -140,10 +137,6 @@ def _off(s):
     "How far a tensor is from that of the reference"
     return deviation(s.sample, s.ref.sample) if s.ref and s.sample is not None and s.ref.sample is not None else 0.
 
-def _many_are_off(s):
-    (a,b), = _pairs(s.sample, s.ref.sample)
-    return ((a-b).abs()>wrong*(b-b.mean(0)).square().mean().sqrt()).double().mean()>wrong
-
 def wrong_first(
     run:Recording, # In half precision, with the one in fp32 as its reference
     control:Recording=None, # In fp32 with rounded outputs: what is as far off there is not to blame
@@ -152,13 +145,25 @@ def wrong_first(
     "Find the first call whose results are wrong though what it took in is nearly right"
     def is_wrong(f, s):
         d = _off(s)
-        if d<=wrong or amplified and (f.op in (None,*_many_steps) or f.name==loss_name or d==math.inf or not _many_are_off(s)): return False
+        if d<=wrong or amplified and (f.op in (None,*_many_steps) or f.name==loss_name or d==math.inf): return False
+        (a,b), = _pairs(s.sample, s.ref.sample)
+        if amplified and ((a-b).abs()>wrong*(b-b.mean(0)).square().mean().sqrt()).double().mean()<=wrong: return False # few are off
         rounding = _off(control.seen[s.key]) if control and s.key in control.seen else 0.
         return d>_farther*max(rounding, *map(_off, f.ins), 0.)
     return [('forward',f) for f in itertools.islice((f for f,where,s in run.events if where=='out' and is_wrong(f, s)), 1)]
 
 # %% ../nbs/13_compare.ipynb #18cb073b
 _first,_most = 16,256 # the gaps between steps that are compared begin with this number of steps, and double up to that
+
+def _amplifies(plan, control, tried):
+    "Does one operation make many numbers wrong in half precision?"
+    rec = None
+    for by in (None,plan): # fp32 is the reference
+        rec = Recording(plan.model, plan.dtype, by, reference=rec)
+        try: control(rec, by, f=rec.begin(tried, ''))
+        finally: rec.end()
+        rec.read()
+    return bool(wrong_first(rec, amplified=True))
 
 class Comparison:
     "Compares the predictions of a few batches with fp32's"
@@ -169,9 +174,7 @@ class Comparison:
         self.n,self.at,self.gap = 1,_first,2*_first # the present step, counted from 1; the next one to compare; the gap after that
         self.is_due,self.weights = True,None # in the next step? at the last comparison
 
-    def end_step(self,
-        step:Step # The step that ends
-    ):
+    def end_step(self, step:Step): # The step that ends
         """Decide at the end of a step whether to compare in the next one
 
         After the loss scale fell below 1, gradients may be finite only because wrong numbers were scaled to 0."""
@@ -180,9 +183,7 @@ class Comparison:
         if is_regular: self.at,self.gap = self.at+self.gap,min(2*self.gap, _most)
         self.is_due = is_regular or fell
 
-    def knows(self,
-        state:ModelState # Of the model
-    ) -> bool:
+    def knows(self, state:ModelState): # Of the model
         "Are the weights those of the last comparison?"
         (marks,few),(now,ts) = self.weights or (None,()),state.weights()
         return marks==now and all(map(torch.equal, few, ts))
@@ -195,13 +196,12 @@ class Comparison:
     ): # The result of `call`
         """Compare the predictions of one batch
 
-        With several processes, all do so in the same step. Compiled code does not run for it, since it draws random numbers in its own
-        way."""
+        All processes do so in the same step. Compiled code does not run for it, since it draws random numbers in its own way."""
         batches = step.batches
         learn,self.weights = batches.learn,batches.model_state.weights()
         if learn.training: self.is_due = False
         begin,before = all_noted(learn),sampled(batches.model_state.carried())
-        def left(pred): return _Run(pred, sampled(batches.model_state.carried()))
+        def left(pred): return SimpleNamespace(pred=pred, left=sampled(batches.model_state.carried())) # as in a `Recording`
         def tried(plan, n=1):
             "What comes of `n` calls by another plan, without a trace"
             weights = [(p,version(p),p.detach().clone()) for p in batches.model_state.params] # some models write to them
@@ -214,12 +214,6 @@ class Comparison:
             with unchanged(learn):
                 begin() # the state before the call
                 with context: return f(plan, n)
-        def recorded(by, reference=None):
-            rec = Recording(plan.model, plan.dtype, by, reference=reference)
-            try: control(rec, by, f=rec.begin(tried, ''))
-            finally: rec.end()
-            rec.read()
-            return rec
         def differ(*controls): # the loss function may count its calls
             with unchanged(learn), eager(), torch.no_grad(): off = are_wrong(learn, half, fp32, *controls)
             return off or bool(lost(half, fp32, before, *controls))
@@ -228,10 +222,8 @@ class Comparison:
         res = call()
         half = half or left(res)
         step.silent = differ()
-        # several processes run the controls together, in the diagnosis
-        if step.silent and step.ranks.size==1:
+        if step.silent and step.ranks.size==1: # several processes run the controls together, in the diagnosis
             twice = control(nullcontext(), n=2)
-            step.silent = differ([control(rounded(plan)), twice])
-            if not step.silent and wrong_first(recorded(plan, recorded(None)), amplified=True):
-                step.silent = differ([control(rounded(plan, torch.float32)), twice])
+            step.silent = differ([control(rounded(plan)), twice]) or (
+                _amplifies(plan, control, tried) and differ([control(rounded(plan, torch.float32)), twice]))
         return res

@@ -69,7 +69,6 @@ class RegNetY(nn.Module):
         self.avgpool,self.fc = nn.AdaptiveAvgPool2d(1),nn.Linear(nf, c)
     def forward(self, x): return self.fc(self.avgpool(self.trunk_output(self.stem(x))).flatten(1))
 
-# %% ../nbs/25_demo.ipynb #1ac39e7d
 precisions = {
     'fp32':                Learner.to_fp32,
     'fp16, static scale':  partial(Learner.to_fp16_dynamic, dynamic=False, init_scale=512., on_spiral='warn'),
@@ -100,7 +99,6 @@ def train(
     return learn,{'data': data, 'precision': precision, 'accuracy': learn.recorder.values[-1][-1], 'skipped': skipped, 'reruns': reruns,
                   'loss scale': scale, 'seconds': time.perf_counter()-start}
 
-# %% ../nbs/25_demo.ipynb #238a820e
 def picture(
     groups:dict # Name of the data to dict of trained `Learner`s, by keys of `precisions`
 ) -> Figure: # With a column for each group

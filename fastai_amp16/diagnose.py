@@ -190,8 +190,8 @@ def _said(case, phase, frame, half):
     if open_ and open_.name==frame.name and (frame.op is None or open_.call==frame.call): # others may overflow before this one raises
         return f"{half.hook or what} raises in {kind}: {error_in_words(half.error)}."
     if phase=='loss': return f"{what} is not finite for predictions rounded to {kind}; in fp32 it is at most {ref:.3g}."
-    if ref>top: return f"{what} gives numbers up to {ref:.3g}, but the largest {kind} number is {top:g}."
-    if taken>top: return f"{what} takes in numbers up to {taken:.3g}, but the largest {kind} number is {top:g}."
+    way,n = ('gives',ref) if ref>top else ('takes in',taken)
+    if n>top: return f"{what} {way} numbers up to {n:.3g}, but the largest {kind} number is {top:g}."
     if all(p=='backward' for p,_ in faults(half)): # all is finite
         return _rounded(case, what, ref, taken)
     return (f"{what} is not finite in {kind}; in fp32 it gives at most {ref:.3g}: a number on the way is too large for {kind}, "
@@ -220,15 +220,13 @@ def _explained(case, why, plain):
                   f"Gradients are not finite in {case.kind}")+", but no module could be identified as the cause."
     if spoilt: text += f" The loss is finite, but {listed(spoilt)} {'are' if len(spoilt)>1 else 'is'} not, and that goes to the next batch."
     elif case.silent:
-        hidden = frame and any(p!='backward' for p,_ in faults(r.half))
-        if hidden: text += " The code after it turns them into finite numbers, so nothing else shows the fault."
+        if frame and any(p!='backward' for p,_ in faults(r.half)):
+            text += " The code after it turns them into finite numbers, so nothing else shows the fault."
         off = lost(plain, case.fp32, case.before, case.controls)
         if off: text += f" The change of {in_words([*off])}, which goes to the next batch, is {max(off.values()):.0%} off fp32's."
         elif are_wrong(case.learn, plain, case.fp32, case.controls):
             text += f" Predictions differ from fp32's by {deviation(plain.pred, case.fp32.pred):.0%}."
-        else:
-            times = f'{plain.norm/case.fp32.norm:.3g} times as large as' if plain.finite else 'far larger than'
-            text += f" Gradients are {times} fp32's."
+        else: text += f" Gradients are {f'{plain.norm/case.fp32.norm:.3g}' if plain.finite else 'many'} times as large as fp32's."
     return PrecisionReport(phase, re.sub('^the ', 'The ', text.strip()), producer=_producer(frame) if frame else '', op=frame and frame.op)
 
 # %% ../nbs/17_diagnose.ipynb #f52a50a2

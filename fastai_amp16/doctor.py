@@ -13,7 +13,7 @@ from fastai.basics import *
 from fastai.callback.channelslast import ChannelsLast
 from .nested import half_types
 from .precision import class_named,convs,names_of,unwrap
-from .report import as_html,colors,keep_code,listed,styler
+from .report import PrecisionReport,as_html,colors,keep_code,listed,styler
 from .record import loss_name
 from .messages import emulates_bf16
 from .learner import looking,running
@@ -33,7 +33,6 @@ def fp16_doctor(self:Learner,
 _severities = dict(error=('broken in half precision','red'), warning=('may fail or be wrong','amber'),
                    speed=('slower than necessary','blue'), info=('good to know','grey'))
 
-# %% ../nbs/24_doctor.ipynb #188da48b
 class Checkup(list):
     """A list of `Finding`s, the worst first: a table in a notebook, text by `str`
 
@@ -57,8 +56,8 @@ class Checkup(list):
     def sentence(self) -> str:
         "How many findings of each kind"
         if not self: return 'No findings: half precision should work well.'
-        def of_one_kind(s, n): return f"{n} {s}{'s'*(n>1 and s in ('error','warning'))} ({_severities[s][0]})"
-        kinds = [of_one_kind(*o) for o in Counter(o.severity for o in self).items()]
+        ns = Counter(o.severity for o in self)
+        kinds = [f"{n} {s}{'s'*(n>1 and s in ('error','warning'))} ({_severities[s][0]})" for s,n in ns.items()]
         return f"{len(self)} finding{'s'*(len(self)>1)}: {', '.join(kinds)}."
 
     def __str__(self):
@@ -74,8 +73,11 @@ class Checkup(list):
         res = [f'<p><b>{escape(self.sentence)}</b></p>']
         if self:
             rows = [(o.severity, o.where, as_html(o.fact)+'<br>'+code(o.remedy)) for o in self]
-            df = pd.DataFrame(rows, columns=['how bad','where','what'])
+            table = (self.report or PrecisionReport('', '')).table.reindex(columns=['module','bits','lost']).set_index('module')
+            df = pd.DataFrame(rows, [o.module for o in self], ['how bad','where','what']).join(table).reset_index(drop=True)
+            df = df[['how bad','where','bits','lost','what']] # the room of a module, and what it loses
             res.append(styler(df, df, self).format('<b>{}</b>', 'how bad').format(escape='html', subset='where')
+                .format('{:.1f}', ['bits','lost'], na_rep='')
                 .apply(lambda row: [f"background-color:rgba({colors[_severities[row['how bad']][1]]},.18)"]*len(row), axis=1).to_html())
         if self.remedy: res.append(f'<p>To keep in fp32 what the findings name: {code(self.remedy)}</p>')
         return f'<div style="color:inherit">{"".join(res)}</div>'
@@ -132,8 +134,7 @@ def _large_constants(e):
         else: large = n.nums+[s.value[1] for i,s in zip(n.ins, n.frame.ins) if s.value and (attends or not i.source.frame and i.shape==())]
         large = [c for c in large if e.max<abs(c)<(math.inf if raises else largest)]
         if not large or not (raises or attends or e.overflows(n)): continue
-        c = min(large)
-        masks = c<0 or attends or n.op in {*casts,'masked_fill','where'}
+        masks = (c := min(large))<0 or attends or n.op in {*casts,'masked_fill','where'}
         masked = ', and a row that is masked completely becomes NaN' if masks else ''
         effect = 'this raises an error' if raises else 'this becomes infinite'+masked
         fact = f"`{n.op}` with {c:g}: the largest {e.kind} number is {e.max:g}, so {effect}."

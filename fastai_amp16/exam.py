@@ -76,7 +76,6 @@ class _Node:
             seen.update(dict.fromkeys(now))
         return list(seen)
 
-# %% ../nbs/23_exam.ipynb #bdc328e7
 # results that may be a divisor, or what a logarithm is taken of
 _measured = set("""add radd iadd clamp clamp_min maximum mean sum var std var_mean std_mean exp sigmoid softmax""".split())
 
@@ -169,9 +168,7 @@ class _Exam:
 # %% ../nbs/23_exam.ipynb #857fc747
 _checks = [] # in the order in which they run
 
-def check(
-    f # Takes an exam and yields `Finding`s
-):
+def check(f): # takes an exam and yields `Finding`s
     "Register a check; use it as a decorator"
     _checks.append(f)
     return f

@@ -91,7 +91,6 @@ QHAdam16 = _partial(QHAdam, "fastai's `QHAdam` with an eps of 1e-4", eps=_eps)
 Larc16 = _partial(Larc, "fastai's `Larc` with an eps of 1e-4", eps=_eps)
 ranger16 = _partial(ranger, "fastai's `ranger` (`RAdam` with `Lookahead`) with an eps of 1e-4", eps=_eps)
 
-# %% ../nbs/05_optimizer.ipynb #1402d71e
 @functools.wraps(RMSProp)
 def _rms_prop(params, lr, eps, **kwargs):
     opt = RMSProp(params, lr, **kwargs)

@@ -336,6 +336,9 @@ def test_what_is_lost_in_silence(bf16):
     found, = findings(learn)
     assert (found.severity,found.module)==('warning','angles') and '`linear` computes with numbers up to 1.008e+04' in found.fact
     assert f'in steps of {64 if bf16 else 8}: its results differ' in found.fact and 'angles' in found.remedy
+    c = learn.fp16_doctor()
+    row = c.report.table.set_index('module').loc['angles']
+    assert [f'{row[o]:.1f}</td>' in c._repr_html_() for o in ('bits','lost')]==[True]*2 # in the table, next to each other
     do(found.remedy, learn)
     assert not findings(learn) and not findings(make(0))
 
