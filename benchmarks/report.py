@@ -237,7 +237,7 @@ The models have {tensors} tensors, most of them with 16 × 16 elements, so that 
 - **Reads** counts how often the host waits for a number from the device. On a GPU, fastai's `Recorder` also copies the loss once per batch,
   in all rows with fastai's loop.
 - `to_non_native_fp16` runs with `clip=1` and `max_loss_scale=2**16`, since at its default of 2^24, each fit would skip its first steps.
-- In the 16th step and every 256th after it, `to_fp16_dynamic` also runs the batch in fp32, which medians do not show.
+- In the first step, the 16th, the 48th and so on, `to_fp16_dynamic` also runs the batch in fp32, which medians do not show.
   [Comparisons with fp32](#comparisons-with-fp32-and-reports) have their own section.{_small_steps(res)}"""
 
 def _compiled():
@@ -504,7 +504,7 @@ def _wrapped(block):
     if re.match(r'[|`!<#]', block) and not re.match(r'`[^`]', block): return block
     parts = re.split(r'\n(?=- )', block)
     width = dict(width=140, break_long_words=False, break_on_hyphens=False)
-    return '\n'.join(textwrap.fill(o, subsequent_indent='  '*o.startswith('- '), **width) for o in parts)
+    return '\n'.join(textwrap.fill(re.sub(r'\s+', ' ', o), subsequent_indent='  '*o.startswith('- '), **width) for o in parts)
 
 def make():
     "The text of benchmarks/README.md"
