@@ -6,14 +6,14 @@ from torch.nn.utils import clip_grad_norm_
 from fastais import fastais
 
 class Batches:
-    "A list of batches that are on the device already, in place of a data loader; `times` has the time before each batch, and at the end"
-    def __init__(self, items): self.items,self.times,self.at_batch = items,[],None
+    "A list of batches that are on the device already, in place of a data loader; `times` has what `clock` shows before each and at the end"
+    def __init__(self, items, clock=time.perf_counter): self.items,self.clock,self.times,self.at_batch = items,clock,[],None
     def __len__(self): return len(self.items)
     def __iter__(self):
         self.times = []
         for o in [*self.items, None]:
             if self.at_batch: self.at_batch()
-            self.times.append(time.perf_counter())
+            self.times.append(self.clock())
             if o is not None: yield o
     def steps(self):
         "Seconds of each step, except the first one, which allocates memory"
