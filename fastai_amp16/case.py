@@ -122,7 +122,7 @@ class Case:
     tell:object = noop # Function to call before each run
     f:object = None # Function that runs one batch; by default, that of the batches
     fp32 = half = None # The runs of `diagnose` in fp32 and in half precision
-    left_out = () # names of callbacks that do not run
+    left_out = {} # callbacks that do not run, with their names
     controls = () # The runs in fp32 with rounded outputs, and of each batch twice
 
     def __post_init__(self):
@@ -138,7 +138,7 @@ class Case:
     @property
     def without(self) -> str:
         "A sentence that names the callbacks that do not run; empty if all do"
-        return f"Without callbacks that raise outside a fit: {', '.join(self.left_out)}." if self.left_out else ''
+        return f"Without callbacks that raise outside a fit: {', '.join(self.left_out.values())}." if self.left_out else ''
 
     def plan(self,
         promoted=() # What else to keep in fp32, as in `keep_fp32`

@@ -7,7 +7,6 @@ __all__ = ['casts', 'moves', 'largest', 'Finding', 'check', 'examine', 'training
 
 # %% ../nbs/23_exam.ipynb #b8c50b8c
 from dataclasses import dataclass,field
-from traceback import walk_tb
 from weakref import ref
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode
@@ -17,7 +16,7 @@ from .private import ThreadState,base_of
 from .entry import Entry
 from .snapshot import unchanged
 from .ranks import Ranks
-from .rerun import may_be_halfs,not_faults
+from .rerun import not_faults
 from .report import PrecisionReport
 from .compare import deviation,wrong_first
 from .case import Case
@@ -203,53 +202,27 @@ def _check(learn, b):
         what = 'a tensor' if isinstance(b, Tensor) else repr(b)
         raise TypeError(f"b must be a batch of inputs and targets, such as learn.dls.one_batch(), and is {what}.")
 
-def _begin(learn, dl):
-    "Give `learn` what fastai does before the first batch of a fit"
+def _begin(learn, dl, left_out):
+    "Let `learn` be as before the first batch of a fit, and put callbacks that cannot run then into `left_out`"
     if learn.opt is None: learn.create_opt()
-    learn.dl,learn.n_epoch,learn.n_iter,learn.loss = dl,1,len(dl) if hasattr(dl, '__len__') else 1,tensor(0.)
-    learn.epoch = learn.iter = learn.train_iter = learn.pct_train = 0
+    vars(learn).update(dl=dl, n_epoch=1, n_iter=len(dl) if hasattr(dl, '__len__') else 1, epoch=0, iter=0, train_iter=0, pct_train=0.,
+                       loss=tensor(0.))
+    def call_one(event):
+        for cb in learn.cbs.sorted('order'):
+            if cb in left_out: continue
+            try: cb(event)
+            except not_faults: raise
+            except Exception:
+                try:
+                    for o in ('before_fit','before_epoch','before_train',event): cb(o) # it may begin there
+                except Exception: left_out[cb] = type(cb).__name__
+    learn._call_one = call_one
 
 def _prepare(learn, b):
-    "Prepare the batch `b` as a fit does before it calls the model; returns the callbacks that raise, outside a fit"
+    "Prepare the batch `b` as a fit does before it calls the model"
     learn._split(b)
     learn.training = learn.model.train().training
-    def failed(cb):
-        try: cb('before_batch')
-        except Exception:
-            if learn._fitting: raise
-            return True
-    return [cb for cb in learn.cbs.sorted('order') if failed(cb)]
-
-def _that_raises(mp, entry):
-    "The callback that raises when the batch runs in fp32, as a list of one; empty if none does"
-    found = []
-    with mp.asking(entry):
-        case = case_of(mp)
-        def one_batch():
-            try: case.batches.one_batch()
-            except not_faults: raise
-            except Exception as e:
-                frames = [f for f,_ in walk_tb(e.__traceback__) if f.f_code is Callback.__call__.__code__]
-                if frames and not may_be_halfs(e, mp.learn): found.append(frames[-1].f_locals['self'])
-                raise
-        case.f = one_batch
-        case.run_fp32(modules=False)
-    return found[:1]
-
-def _left_out(mp, entry, failed):
-    "Let callbacks that raise outside a fit see its beginning; return the names of those that raise nevertheless, and remove them"
-    learn,begun,names = mp.learn,set(),[]
-    if not {*map(type, learn.cbs)}-{*defaults.callbacks,type(mp)}: return names
-    while failed := failed or _that_raises(mp, entry):
-        cb = failed.pop()
-        try:
-            if cb in begun: raise RuntimeError
-            begun.add(cb)
-            for o in ('before_fit','before_epoch','before_train','before_batch'): cb(o)
-        except Exception:
-            learn.remove_cb(cb)
-            names.append(type(cb).__name__)
-    return names
+    learn('before_batch')
 
 @contextmanager
 def _on(model, device):
@@ -276,14 +249,13 @@ def training_case(
         learn.remove_cbs(mixed_precisions(learn)).add_cb(mp) # alone
         mp.looks,mp.plan,mp.step = True,None,None
         try:
-            given,failed = b is not None,[]
-            if not learn._fitting: _begin(learn, dl)
+            given,left_out = b is not None,{}
+            if not learn._fitting: _begin(learn, dl, left_out)
             if not given and not (learn._fitting and hasattr(learn, 'xb')): b = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
-            if b is not None: failed = _prepare(learn, to_device(b, device)) # else the current batch
-            names = [] if learn._fitting else _left_out(mp, entry, failed)
+            if b is not None: _prepare(learn, to_device(b, device)) # else the current batch
             with mp.asking(entry):
                 case = case_of(mp)
-                case.left_out = names
+                case.left_out = left_out
                 if given: case.loader = None
                 case.backward = case.backward and any(p.requires_grad for p in case.model.parameters())
                 yield case

@@ -442,20 +442,34 @@ def test_a_report_that_keeps_everything_names_to_fp32():
 
 class Annealed(Callback):
     "A loss that needs what fastai sets in a fit"
+    def __init__(self, note): self.note = note
     def after_loss(self):
-        share = self.pct_train+self.epoch/self.n_epoch+self.iter/self.n_iter+self.train_iter+len(self.dl)+self.opt.hypers[0]['lr']
-        self.learn.loss_grad = self.learn.loss_grad*share
+        self.note((self.opt.hypers[-1]['lr'],self.epoch,self.iter,self.train_iter,self.pct_train,self.n_epoch,self.n_iter,len(self.dl)))
+        self.learn.loss_grad = self.learn.loss_grad*(1+self.pct_train)
+
+@pytest.mark.parametrize('ask', ['diagnose_fp16','fp16_doctor'])
+@pytest.mark.parametrize('fitted', [False,True])
+@pytest.mark.parametrize('half', [False,True])
+def test_a_report_runs_as_the_first_batch_of_a_fit(ask, fitted, half):
+    expected,seen,learn = [],[],learner(plain_mlp)
+    fit(learner(plain_mlp, cbs=Annealed(lambda o: expected.append(o))), 1) # fastai in fp32
+    if half: learn.to_fp16_dynamic()
+    if fitted: fit(learn, 1)
+    learn.add_cb(Annealed(lambda o: seen.append(o)))
+    before = {**vars(learn)}
+    assert 'Without' not in str(getattr(learn, ask)()) and {*seen}=={expected[0]}
+    assert vars(learn).keys()==before.keys() and all(vars(learn)[k] is v for k,v in before.items())
 
 class Counts(Callback):
     def before_fit(self): self.n = 0
     def after_pred(self): self.n += 1
 
-@pytest.mark.parametrize('cb', [Annealed,Counts,partial(MixUp,.4)], ids=['annealed','counts','mixup'])
+@pytest.mark.parametrize('cb', [Counts,partial(MixUp,.4)], ids=['counts','mixup'])
 @pytest.mark.parametrize('ask', ['diagnose_fp16','fp16_doctor'])
 def test_reports_before_the_first_fit_run_as_in_its_first_batch(cb, ask):
     learn = learner(plain_mlp, cbs=cb())
     before,mine = {**vars(learn)},{**vars(learn.cbs[-1])}
-    assert 'raise' not in str(getattr(learn, ask)())
+    assert 'Without' not in str(getattr(learn, ask)())
     assert vars(learn)==before and vars(learn.cbs[-1])==mine and learn.opt is None
 
 class Needs(Callback):
@@ -466,5 +480,10 @@ def test_a_callback_that_cannot_run_is_left_out_and_named(ask):
     learn = learner(plain_mlp, cbs=[Needs(),Counts()])
     assert 'Without callbacks that raise outside a fit: Needs.' in str(getattr(learn, ask)())
     assert [*learn.cbs[-2:].map(type)]==[Needs,Counts]
-    learn.of_another_callback = 2.
+    learn.of_another_callback,asked = 2.,[]
     assert 'Needs' not in str(getattr(learn, ask)())
+    class Ask(Callback):
+        def after_batch(self):
+            if self.training and self.iter==1: asked.append(str(getattr(self.learn, ask)()))
+    fit(learn.add_cb(Ask()), 1)
+    assert len(asked)==1 and 'Without' not in asked[0]
