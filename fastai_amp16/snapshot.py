@@ -236,7 +236,7 @@ class ModelState:
         if at!=self.at:
             few = [(p.detach() if p.ndim<2 else p.detach()[:1]).flatten()[:_short] for p in self.some]
             self.at,self.few = at,list(groupby(few, operator.attrgetter('device')).values())
-        return sum(map(version, self.not_written)),[torch.cat(ts) for ts in self.few]
+        return sum(map(version, self.not_written)),[torch.cat(ts).view(torch.uint8) for ts in self.few] # as NaN is not equal to itself
 
     def verdict(self, device:torch.device): # A number, or a tensor of one number on `device`
         "0, or NaN if a number or a small tensor that modules carry to the next batch has changed in this step, and is not finite now"

@@ -415,6 +415,12 @@ def test_weights_that_a_step_has_made_infinite_were_not_so_to_begin_with():
     learn = learner(plain_mlp, opt_func=SGD, loss_func=lambda p,y: 1e4*(p-y).square().mean())
     assert 'not finite after a step at a learning rate of 1e+38: ' in named(learn, 1e38)
 
+@pytest.mark.parametrize('number', [torch.inf,torch.nan])
+def test_weights_that_are_not_finite_to_begin_with_are_named(number):
+    learn = learner(plain_mlp)
+    with torch.no_grad(): learn.model[0].weight[0,1] = number
+    assert named(learn, 1e-2)=='Weights or buffers are not finite to begin with: 0.weight (1 of 128 numbers).'
+
 @pytest.mark.parametrize('shuffle', [False,True])
 @pytest.mark.parametrize('num_workers', [0,1])
 def test_samples_are_named_by_their_place_in_the_data_set(shuffle, num_workers):
