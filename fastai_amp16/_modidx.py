@@ -377,6 +377,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastai_amp16/messages.py'),
                                        'fastai_amp16.messages.warn_user': ('messages.html#warn_user', 'fastai_amp16/messages.py')},
             'fastai_amp16.nested': { 'fastai_amp16.nested.Notes': ('nested.html#notes', 'fastai_amp16/nested.py'),
+                                     'fastai_amp16.nested.Notes._L': ('nested.html#notes._l', 'fastai_amp16/nested.py'),
                                      'fastai_amp16.nested.Notes.__init__': ('nested.html#notes.__init__', 'fastai_amp16/nested.py'),
                                      'fastai_amp16.nested.Notes._container': ('nested.html#notes._container', 'fastai_amp16/nested.py'),
                                      'fastai_amp16.nested.Notes._record': ('nested.html#notes._record', 'fastai_amp16/nested.py'),

@@ -206,7 +206,7 @@ class Comparison:
             "What comes of `n` calls by another plan, without a trace"
             weights = [(p,version(p),p.detach().clone()) for p in batches.model_state.params] # some models write to them
             try:
-                with unchanged(learn), eager(), torch.no_grad(): return left([aside(plan) for _ in range(n)][-1])
+                with unchanged(learn, put_back=begin), eager(), torch.no_grad(): return left([aside(plan) for _ in range(n)][-1])
             finally:
                 for p,v,copy in weights:
                     if version(p)!=v: p.data.copy_(copy)

@@ -204,7 +204,7 @@ def _check(learn, b):
 
 def _begin(learn, dl, left_out):
     "Let `learn` be as before the first batch of a fit, and put callbacks that cannot run then into `left_out`"
-    if learn.opt is None: learn.create_opt()
+    if learn.opt is None and any(p.requires_grad for p in learn.model.parameters()): learn.create_opt()
     vars(learn).update(dl=dl, n_epoch=1, n_iter=len(dl) if hasattr(dl, '__len__') else 1, epoch=0, iter=0, train_iter=0, pct_train=0.,
                        loss=tensor(0.))
     def call_one(event):

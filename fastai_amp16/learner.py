@@ -26,7 +26,9 @@ from .messages import check_keywords
 from .callback import DynamicMixedPrecision
 
 # %% ../nbs/22_learner.ipynb #15f78082
-def mixed_precisions(learn:Learner) -> list: # other libraries have a `MixedPrecision` of their own
+def mixed_precisions(
+    learn:Learner # Any learner
+) -> list: # Other libraries have a `MixedPrecision` of their own
     "The mixed precisions of `learn`, in the order in which they were added"
     kinds = MixedPrecision,ModelToHalf,NonNativeMixedPrecision
     return [cb for cb in learn.cbs if isinstance(cb, kinds) or cb.name=='mixed_precision']

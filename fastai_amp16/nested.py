@@ -135,6 +135,10 @@ class Notes:
         if not isinstance(o, tuple): self.back.append(partial(refill, o, copy))
         return o
 
+    def _L(self, o):
+        items = self._value(o.items)
+        return o if items is o.items else L(items)
+
     def _state(self, o):
         "Note an array or a random generator"
         if back := _states[type(o)](o): self.back.append(back)
@@ -159,6 +163,7 @@ _no_records = (nn.Module,Learner,Callback,DataLoaders,Optimizer,torch.optim.Opti
 def _kind(cls):
     "How to note objects of a class; `None` for what is left alone"
     if issubclass(cls, Tensor): return None if issubclass(cls, nn.Parameter) else Notes._tensor
+    if cls is L: return Notes._L
     if cls in _states: return Notes._state
     if cls in _containers or issubclass(cls, tuple) and hasattr(cls, '_make'): return Notes._container
     return None if cls in _plain or issubclass(cls, _no_records) or not cls.__dictoffset__ else Notes._record

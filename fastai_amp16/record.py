@@ -199,6 +199,7 @@ class Recording(TorchFunctionMode):
         carried:list=() # Pairs of a name and a tensor: what modules carry to the next batch
     ):
         "Read all measures in one transfer from the device; set `finite` to whether `results` and gradients are finite"
+        self.pred = replace(self.pred, Tensor.detach) # a graph that no backward pass has freed would stay
         ends = tensors([results, self.total])
         at = [(s,k) for s in {*self.seen.values()} for k in ('value','grad') if getattr(s, k) is not None]
         self.left = sampled(carried)

@@ -357,10 +357,11 @@ def all_noted(
 @contextmanager
 def unchanged(
     learn:Learner, # Its model, loss function and callbacks may run
-    dl=None # A data loader that may run as well
+    dl=None, # A data loader that may run as well
+    put_back=None # From `all_noted` at this very moment, or where the end is to be as then
 ):
     "A context in which you may run batches of `learn`; at its end everything is as before, gradients included"
-    put_back = all_noted(learn, dl)
+    put_back = put_back or all_noted(learn, dl)
     for p in learn.model.parameters(): p.grad = None # else a backward pass would add to them
     try: yield
     finally: put_back()

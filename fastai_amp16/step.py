@@ -158,9 +158,9 @@ class Step:
         params = grad_params(learn.opt)
         in_backward = not params and self.loss_sign is not None and self.batches.has_written() # have hooks used them all?
         if self.is_skipped or not (params or in_backward): return
-        grads,held = grad_values(params),{*map(id, params)}
         now = [p.grad for p in params],sum(1+version(p.grad) for p in params)
         if self.outcome is not None and self.judged[1]==now[1] and all(map(operator.is_, self.judged[0], now[0])): return
+        grads,held = grad_values(params),{*map(id, params)}
         others = [p for p in self.batches.gradients.held() if id(p) not in held] # of the model or the loss, and not in the optimizer
         norm,loss = total_norm(grads),0 if self.loss_sign is None else self.loss_sign
         signs = self.batches.model_state.verdict(norm.device),loss,0*total_norm(grad_values(others)) if others else 0

@@ -109,6 +109,11 @@ verdicts = dict(
     healthy=(healthy, 'healthy', None, None, r'Everything is finite in float16 at the loss scale 65536\. The least room is in'),
 )
 
+def test_a_run_that_ends_early_keeps_no_graph():
+    "It would hold all activations until the diagnosis ends"
+    run = mid(lambda x: x*1e6)().run(modules=False)
+    assert not run.finite and run.pred.grad_fn is None
+
 @pytest.mark.parametrize('name', verdicts)
 def test_verdict(name):
     make,verdict,producer,op,sentence = verdicts[name]

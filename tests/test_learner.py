@@ -97,7 +97,8 @@ def test_no_trace(fails):
     with training_case(learn, b) as case:
         for run in (case.run, case.run_fp32):
             error = run().error
-            assert (error is None)==(fails is None) and (fails is None or 'now' in str(error))
+            left_out = fails=='after_pred' # a callback, outside a fit
+            assert (error is None)==(fails is None or left_out) and (error is None or 'now' in str(error))
     assert same(before, everything(learn))
     clean(learn)
 
