@@ -62,10 +62,6 @@ def test_what_is_slow_is_what_took_long(fp16, bf16, says, monkeypatch, capsys, t
     out = capsys.readouterr().out
     assert says in out and ('Slow here' in out)==bool(says)
 
-def test_healing_ends_where_fp32_ends():
-    fp32,healed = [accuracy('raw counts', p, 8) for p in ('fp32','to_fp16_dynamic()')]
-    assert fp32>0.95 and healed>fp32-0.03 # fp32 itself ends up to three points apart over seeds
-
 def test_help():
     text = anno_parser(main).format_help()
     assert all(o in text for o in ('--epochs','--lr','--bs','--seed','--out','--reports','fp16'))
