@@ -77,8 +77,13 @@ class FusedAdam(Optimizer):
 # %% ../nbs/05_optimizer.ipynb #17f0fadc
 _eps = 1e-4
 
+class _Partial(partial):
+    "A partial that pickles as one of fastai's own, so that an exported learner loads without this package"
+    def __reduce__(self): return as_fastais(self).__reduce__()
+    def __deepcopy__(self, memo): return self # as of a function
+
 def _partial(func, doc, **kwargs):
-    res = partial(func, **kwargs)
+    res = _Partial(func, **kwargs)
     res.__doc__ = doc
     return res
 
@@ -102,10 +107,10 @@ RMSProp16 = _partial(_rms_prop, "fastai's `RMSProp` with an eps of 1e-4", eps=_e
 def as_fastais(
     opt_func:Callable # An optimizer of this package, a partial of one, or any other `opt_func`, which is returned as it is
 ) -> Callable: # Without a name of this package
-    "The same optimizer, made of fastai's own, so that an exported learner loads without this package"
+    "The same optimizer, made of fastai's own"
     f,kwargs = opt_func,{}
     while isinstance(f, partial): f,kwargs = f.func,{**f.keywords, **kwargs}
     if f is FusedAdam: return partial(Adam, **kwargs)
-    if f is not _rms_prop: return opt_func
+    if f is not _rms_prop: return partial(f, **kwargs) if isinstance(opt_func, _Partial) else opt_func
     opt = f([torch.zeros(1)], lr=0., **{'mom':1., **kwargs}) # averages the gradient, which changes nothing for a `mom` of 0
     return partial(Optimizer, cbs=list(opt.cbs), **{**opt.hypers[0], 'lr':0., 'mom':kwargs.get('mom', 0.)})
