@@ -13,7 +13,7 @@ from machine import machine
 from memory import peak
 from timing import Batches,by_fastai,interleaved,quartiles,ratio
 
-look = 15 # the step, counted from 0, in which predictions are first compared with fp32; then every 256th
+look = 15 # the step, counted from 0, of the second comparison of predictions with fp32; the first is in step 0, and gaps double up to 256
 
 class StepTimer(Callback):
     order = 200
