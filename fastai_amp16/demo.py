@@ -14,7 +14,7 @@ from fastai.callback.all import *
 from .learner import *
 from .clip import GradientNormClip
 from .optimizer import AdamW16
-from fastcore.script import call_parse
+from fastcore.script import CliError,call_parse
 from matplotlib.figure import Figure # after fastai, which has a `Figure` of its own
 from sklearn.datasets import load_digits
 from torchvision.ops import SqueezeExcitation
@@ -143,6 +143,17 @@ def _slow(seconds):
     times = {k: seconds.get(('digits',f'to_{k}_dynamic()'), 0.)/seconds['digits','fp32'] for k in ('fp16','bf16')}
     return ' and '.join(f"{k} ({t:.1f} times fp32's seconds)" for k,t in times.items() if t>1.5)
 
+def _check(out, epochs, lr, bs):
+    "Say what is wrong with an argument before the first training"
+    kinds = Figure().canvas.get_supported_filetypes()
+    for name,value,ok,allowed in (
+        ('epochs', epochs, epochs>0, 'above 0'), ('lr', lr, 0<lr<math.inf, 'above 0 and finite'),
+        ('bs', bs, 0<bs<=1438, 'from 1 to 1438, the number of training images'),
+        ('out', out, out.suffix[1:] in kinds, f"a file that ends in .{', .'.join(sorted(kinds))}")):
+        if not ok: raise CliError(f'--{name} must be {allowed}, and is {value}.')
+    try: out.open('ab').close()
+    except OSError as e: raise CliError(f'--out {out} cannot be written: {e.strerror}.') from e
+
 @call_parse
 def main(
     epochs:int=12, # Epochs of each training
@@ -153,6 +164,8 @@ def main(
     reports:bool=False # Print full reports instead of one sentence per finding
 ):
     "Train on handwritten digits in fp32, fp16 and bf16, and on data that overflow in fp16; needs no downloads"
+    out = Path(out)
+    _check(out, epochs, lr, bs)
     device,n = default_device(),sum(map(len, trainings.values()))
     name = torch.cuda.get_device_name(device) if device.type=='cuda' else device.type
     print(f"{n} trainings of {epochs} epoch{'s'*(epochs>1)} on {name}\n")
@@ -162,4 +175,4 @@ def main(
     for r in groups['raw counts']['to_fp16_dynamic()'].mixed_precision.reports: print(f'\n{r}' if reports else fill(r.sentence))
     if device.type=='cpu' and (slow := _slow(seconds)): print(f'\nSlow here: {slow}. Compare on a GPU.')
     picture(groups).savefig(out, dpi=120)
-    print(f'\nPicture of losses, loss scales and gradient norms: {Path(out).absolute()}')
+    print(f'\nPicture of losses, loss scales and gradient norms: {out.absolute()}')

@@ -2,7 +2,7 @@
 import functools,os,subprocess,sys
 from pathlib import Path
 import pytest,torch
-from fastcore.script import anno_parser
+from fastcore.script import CliError,anno_parser
 import fastai_amp16.demo as demo
 from fastai_amp16.demo import main,train,trainings
 
@@ -72,3 +72,15 @@ def test_help():
 def test_wrong_words(words, says, capsys):
     with pytest.raises(SystemExit) as e: anno_parser(main).parse_args(words)
     assert e.value.code==2 and says in capsys.readouterr().err.splitlines()[-1]
+
+@pytest.mark.parametrize('kwargs,says', [
+    (dict(epochs=0),'--epochs must be above 0'), (dict(lr=-1.),'--lr must be above 0'), (dict(lr=float('nan')),'is nan'),
+    (dict(lr=float('inf')),'is inf'), (dict(bs=1439),'--bs must be from 1 to 1438'), (dict(out='x.txt'),'.png'),
+    (dict(out='/nowhere/x.png'),'cannot be written'), (dict(out='/proc/self/x.png'),'cannot be written')])
+def test_wrong_arguments_are_told_before_the_training(kwargs, says, capsys):
+    with pytest.raises(CliError) as e: main(**kwargs)
+    assert says in str(e.value) and '\n' not in str(e.value) and not capsys.readouterr().out
+
+def test_what_a_user_reads_who_types_a_wrong_number():
+    res = subprocess.run([Path(sys.executable).parent/'fastai_amp16_demo', '--epochs', '0'], capture_output=True, text=True)
+    assert (res.returncode,res.stdout)==(1,'') and res.stderr=='--epochs must be above 0, and is 0.\n'
