@@ -48,8 +48,7 @@ class DynamicMixedPrecision(MixedPrecision):
     name,order = 'mixed_precision',MixedPrecision.order
     _stateattrs = ('plan','ranks','step','states','resumed','left_out','context','meant')
     plan = ranks = step = states = resumed = left_out = context = None
-    meant = None # the model whose infinite predictions are so in fp32 as well, until it trains
-    randoms,skipped,agreed,carries = (),False,False,False
+    meant,randoms,skipped,agreed,carries = None,(),False,False,False # a model whose infinite predictions are so in fp32, until it trains
     looks,told = False,None # is it used for a report? what was said last of other mixed precisions
     stopped = None # why the last fit ended early, as a sentence; `None` if it did not, or if other code ended it
     wraps_backward = False # does `around_backward` scale the loss? Else a learner's own code calls these events
@@ -354,7 +353,7 @@ class DynamicMixedPrecision(MixedPrecision):
         finally:
             step = self.step
             if step:
-                for end in (entry.end_batch,step.batches.model_state.end,step.batches.learner_state.end): end()
+                step.batches.end()
                 self.log.fruitless,step.fruitless = self.log.fruitless+step.fruitless,0
             if not training: self.step = outer
             elif step and self.learn is not None: self.end_batch(goes_on, cancelled)
@@ -377,7 +376,7 @@ class DynamicMixedPrecision(MixedPrecision):
         elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
         else:
             if not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
-            step.batches.attributes = step.batches.model_state.attributes() # its gradients wait for those of other batches
+            step.batches.wait()
 
     @contextmanager
     def asking(self, entry): # The `Entry` of the fit, or a new one

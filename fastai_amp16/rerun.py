@@ -172,6 +172,14 @@ class Batches:
         self.changed.append(self.model_state.written_since(self.attributes))
         self.at,self.passes = len(self.notes)-1,self.entry.passes # forward passes before this batch
 
+    def end(self):
+        "Note that the current batch is over"
+        for o in (self.entry.end_batch,self.model_state.end,self.learner_state.end): o()
+
+    def wait(self):
+        "Note that the current batch is done, and that its gradients wait for those of other batches"
+        self.attributes = self.model_state.attributes()
+
     def has_written(self) -> bool:
         "Has a weight changed since the start of the step, as far as torch's version counters tell?"
         return self.model_state.weights()[:-1]!=self.weights[:-1]
