@@ -143,11 +143,13 @@ def wrong_first(
     amplified:bool=False # Look for single operations that make many numbers wrong?
 ) -> list: # Of one pair at most: 'forward' and a frame
     "Find the first call whose results are wrong though what it took in is nearly right"
+    def are_many(s): # of the numbers off?
+        (a,b), = _pairs(s.sample, s.ref.sample)
+        return ((a-b).abs()>wrong*(b-b.mean(0)).square().mean().sqrt()).double().mean()>wrong
     def is_wrong(f, s):
         d = _off(s)
-        if d<=wrong or amplified and (f.op in (None,*_many_steps) or f.name==loss_name or d==math.inf): return False
-        (a,b), = _pairs(s.sample, s.ref.sample)
-        if amplified and ((a-b).abs()>wrong*(b-b.mean(0)).square().mean().sqrt()).double().mean()<=wrong: return False # few are off
+        if d<=wrong: return False
+        if amplified and (f.op in (None,*_many_steps) or f.name==loss_name or d==math.inf or not are_many(s)): return False
         rounding = _off(control.seen[s.key]) if control and s.key in control.seen else 0.
         return d>_farther*max(rounding, *map(_off, f.ins), 0.)
     return [('forward',f) for f in itertools.islice((f for f,where,s in run.events if where=='out' and is_wrong(f, s)), 1)]
