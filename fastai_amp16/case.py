@@ -42,8 +42,6 @@ def faults(
     gave = [_derivative(run, s) for s in run.fired if s.is_bad('grad')]
     return [('loss' if f.name==loss_name else 'forward', f) for f in frames]+[('backward',f) for f in gave if f]
 
-
-
 # %% ../nbs/15_case.ipynb #f2d4b397
 def _ends(case, rec, loss=None):
     "Does the batch end before its backward pass, since nothing else has to be known? Without `loss`, only note the gradients"
@@ -122,7 +120,7 @@ class Case:
     tell:object = noop # Function to call before each run
     f:object = None # Function that runs one batch; by default, that of the batches
     fp32 = half = None # The runs of `diagnose` in fp32 and in half precision
-    left_out = {} # callbacks that do not run, with their names
+    left_out = () # callbacks that do not run
     controls = () # The runs in fp32 with rounded outputs, and of each batch twice
 
     def __post_init__(self):
@@ -138,7 +136,7 @@ class Case:
     @property
     def without(self) -> str:
         "A sentence that names the callbacks that do not run; empty if all do"
-        return f"Without callbacks that raise outside a fit: {', '.join(self.left_out.values())}." if self.left_out else ''
+        return f"Without callbacks that raise outside a fit: {', '.join(type(o).__name__ for o in self.left_out)}." if self.left_out else ''
 
     def plan(self,
         promoted=() # What else to keep in fp32, as in `keep_fp32`

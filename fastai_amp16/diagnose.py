@@ -262,7 +262,7 @@ def _report(case, note, all_buffers):
         where = _where(case, r.module)
         if r.bits>0: report.sentence += f" The least room is in {where}: {r.bits:.1f} bits."
         else: report.sentence += f" Numbers in {where} exceed {torch.finfo(case.dtype).max:g} but do no harm."
-    if case.left_out: report.sentence += f" {case.without}"
+    if case.without: report.sentence += f" {case.without}"
     return report
 
 def _of_others(): return PrecisionReport('healthy', "The fault is in the batch of another rank.")

@@ -179,7 +179,7 @@ def examine(
     "Run a batch, and all checks on it, whose findings are in `found`"
     e = _Exam(case, device)
     for f in _checks: e.found += f(e)
-    if case.left_out: e.found.append(Finding('info', None, case.without, '# call learn.fp16_doctor() in a fit, from a callback'))
+    if case.without: e.found.append(Finding('info', None, case.without, '# call learn.fp16_doctor() in a fit, from a callback'))
     return e
 
 # %% ../nbs/23_exam.ipynb #13d0d3c2
@@ -215,7 +215,7 @@ def _begin(learn, dl, left_out):
             except Exception:
                 try:
                     for o in ('before_fit','before_epoch','before_train',event): cb(o) # it may begin there
-                except Exception: left_out[cb] = type(cb).__name__
+                except Exception: left_out.append(cb)
     learn._call_one = call_one
 
 def _prepare(learn, b):
@@ -249,7 +249,7 @@ def training_case(
         learn.remove_cbs(mixed_precisions(learn)).add_cb(mp) # alone
         mp.looks,mp.plan,mp.step = True,None,None
         try:
-            given,left_out = b is not None,{}
+            given,left_out = b is not None,[]
             if not learn._fitting: _begin(learn, dl, left_out)
             if not given and not (learn._fitting and hasattr(learn, 'xb')): b = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
             if b is not None: _prepare(learn, to_device(b, device)) # else the current batch

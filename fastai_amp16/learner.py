@@ -48,8 +48,7 @@ def _use(learn, mode, kwargs):
     new.make_plan(learn.model) # raises before anything changes
     _save_more(type(learn))
     if says := _replaces(new, old): print(says)
-    learn.remove_cbs(old).add_cb(new)
-    _take_up(learn)
+    _take_up(learn.remove_cbs(old).add_cb(new))
     return learn
 
 def _explained(f):
