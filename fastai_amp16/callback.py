@@ -11,7 +11,6 @@ from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.tracker import TerminateOnNaNCallback
-from .nested import half_types
 from .precision import PrecisionPlan,as_list,unwrap
 from .grads import grad_params,grad_values,total_norm
 from .scaler import DynamicScaler,require
@@ -90,6 +89,10 @@ class DynamicMixedPrecision(MixedPrecision):
     def __call__(self, event_name):
         if self.learn is not None: super().__call__(event_name) # else another callback has just removed this one
 
+    @property
+    def training(self) -> bool:
+        "Is the learner in training? fastai asks at each event, and its own way to find out takes ten times as long"
+        return self.learn.training
     @property
     def dtype(self) -> torch.dtype:
         "The half precision: `torch.float16` or `torch.bfloat16`"
@@ -196,10 +199,7 @@ class DynamicMixedPrecision(MixedPrecision):
 
     # Events of a batch
 
-    before_batch = after_pred = noop # a batch begins when all callbacks have prepared it; predictions leave the model in fp32
-    def after_loss(self): # of predictions in what nobody can look into, a generator, say
-        loss = self.learn.loss
-        if isinstance(loss, Tensor) and loss.dtype in half_types: self.learn.loss_grad = self.learn.loss = loss.float()
+    before_batch = after_pred = after_loss = noop # a batch begins when all callbacks have prepared it; predictions leave the model in fp32
 
     def before_backward(self):
         if self.step is None or self.step.done: # a learner's own `one_batch`, without fastai's events, or a second step in a batch

@@ -91,7 +91,7 @@ class Step:
     outcome:Outcome = None # What came out, as far as known
     norm:float = None # Norm of the gradients
     next:tuple = None # What comes next, from `what_next`
-    loss_sign:Tensor = None # 0, or NaN if a loss with a backward pass was not finite; `None` before a backward pass
+    loss:Tensor = None # Sum of the losses that had a backward pass; `None` before the first one
     backward_at:int = None # Number of forward passes when the last backward pass began
     decided_at:int = None # Number of forward passes when it was decided to take the step
     judged:tuple = ((),0) # The gradients that `outcome` is about, and how often they were written to
@@ -132,7 +132,7 @@ class Step:
     @property
     def lacks_backward(self) -> bool:
         "Has a callback cancelled the backward pass?"
-        return self.loss_sign is None and self.ranks.size==1
+        return self.loss is None and self.ranks.size==1
 
     def begin_attempt(self,
         kind:Next, # `again`, `fp32` or `reference`
@@ -140,12 +140,12 @@ class Step:
     ):
         "Forget the last attempt, and begin the next one"
         self.kind,self.scale,self.reruns = kind,scale,self.reruns+1
-        self.outcome = self.norm = self.next = self.loss_sign = self.backward_at = None
+        self.outcome = self.norm = self.next = self.loss = self.backward_at = None
 
     def begin_backward(self):
-        "Note how many forward passes came before, and whether the loss is finite"
-        with no_torch_function(): sign = 0*self.batches.learn.loss_grad.detach().float().sum() # fastai's tensors take ten times as long
-        self.loss_sign = sign if self.loss_sign is None else self.loss_sign+sign
+        "Note how many forward passes came before, and the loss"
+        with no_torch_function(): loss = self.batches.learn.loss_grad.detach().sum(dtype=torch.float32) # faster than as a fastai tensor
+        self.loss = loss if self.loss is None else self.loss+loss
         self.backward_at = self.batches.entry.passes
 
     def judge(self):
@@ -156,20 +156,20 @@ class Step:
             self.outcome,self.norm = Outcome.broken,math.nan
             return
         params = grad_params(learn.opt)
-        in_backward = not params and self.loss_sign is not None and self.batches.has_written() # have hooks used them all?
+        in_backward = not params and self.loss is not None and self.batches.has_written() # have hooks used them all?
         if self.is_skipped or not (params or in_backward): return
         now = [p.grad for p in params],sum(1+version(p.grad) for p in params)
         if self.outcome is not None and self.judged[1]==now[1] and all(map(operator.is_, self.judged[0], now[0])): return
         grads,held = grad_values(params),{*map(id, params)}
         others = [p for p in self.batches.gradients.held() if id(p) not in held] # of the model or the loss, and not in the optimizer
-        norm,loss = total_norm(grads),0 if self.loss_sign is None else self.loss_sign
+        norm,loss = total_norm(grads),0 if self.loss is None else self.loss
         signs = self.batches.model_state.verdict(norm.device),loss,0*total_norm(grad_values(others)) if others else 0
         raised = self.ranks.size>1 and self.error is not None
         norm,carried,loss,others,raised,silent = self.ranks.read([norm, *signs, int(raised), int(self.silent and not self.in_fp32)])
         if raised: self.fp32_first = False # all ranks look into it
         is_fine,norm = math.isfinite(norm+carried+others) and not raised and not silent,norm/self.ranks.size
         if is_fine: self.outcome,self.norm = Outcome.fine,norm
-        elif raised or silent or math.isnan(carried+loss): self.outcome,self.norm = Outcome.broken,math.nan
+        elif raised or silent or not math.isfinite(carried+loss): self.outcome,self.norm = Outcome.broken,math.nan
         else: self.outcome,self.norm = Outcome.overflow,math.inf
         self.judged = now
 
