@@ -16,13 +16,13 @@ from .grads import grad_params,grad_values,total_norm
 from .scaler import DynamicScaler,require
 from .snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
 from .ranks import Ranks
-from .rerun import Batches,Left,ScaledBackward,not_faults
-from .step import Next,Outcome,Step,StepScaler
+from .rerun import Batches,Left,not_faults
+from .step import Next,Outcome,ScaledBackward,Step,StepScaler
 from .compare import Comparison
 from .healing import heal
 from .report import Reports
 from .history import History,fp32_first
-from .messages import (bare_step,cannot_rerun,check_keywords,loose_backward,refuse_second_precision,static_overflow,
+from .messages import (bare_step,cannot_rerun,check_keywords,refuse_second_precision,static_overflow,
                                    stop_early,warn_of_slow_half,warn_user)
 
 # %% ../nbs/21_callback.ipynb #c5961e06
@@ -50,7 +50,6 @@ class DynamicMixedPrecision(MixedPrecision):
     meant,randoms,skipped,agreed,carries = None,(),False,False,False # a model whose infinite predictions are so in fp32, until it trains
     looks,told = False,None # is it used for a report? what was said last of other mixed precisions
     stopped = None # why the last fit ended early, as a sentence; `None` if it did not, or if other code ended it
-    wraps_backward = False # does `around_backward` scale the loss? Else a learner's own code calls these events
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
     __signature__ = None # that of `__init__`, not that of the parent class
 
@@ -208,15 +207,10 @@ class DynamicMixedPrecision(MixedPrecision):
         if step.ends and step.ends(self.loss): raise Left
         if step.ranks.size>1 and self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)): # that all may end together
             self.learn.loss = torch.full_like(self.loss, step.ranks.read([self.loss.mean()])[0]/step.ranks.size)
-        if self.wraps_backward: return
-        step.begin_backward()
-        step.batches.gradients.begin_backward(step.loss_scale)
+        step.batches.gradients.open.enter_context(ScaledBackward(self))
 
     def after_backward(self):
-        if self.step is None or self.wraps_backward: return
-        if not self.step.batches.gradients.came_through:
-            self.say_once(loose_backward)
-        self.step.batches.gradients.end_backward()
+        if self.step is not None: self.step.batches.gradients.open.close()
 
     def before_step(self):
         step = self.step
@@ -246,16 +240,6 @@ class DynamicMixedPrecision(MixedPrecision):
         if math.isfinite(self.ranks.read([0*self.loss.detach().float().sum()])[0]): return # each rank's recorder gathers all losses
         if self.recorder.run: self.left_out,self.recorder.run = self.recorder,False
         if not hasattr(self.learn, 'smooth_loss'): self.learn.smooth_loss = self.recorder.smooth_loss.value # others read it
-
-    # The backward pass and the optimizer, which fastai calls between these events
-
-    def around_backward(self, f): # Function without arguments
-        "Run `f`, the backward pass of `learn.loss_grad`; callbacks see true losses and gradients before and after it"
-        if self.step is None: return f()
-        self.step.begin_backward()
-        with ScaledBackward(self.step.batches, self.step.loss_scale): f()
-        if self.step.settle(waits=True) is Next.skip:
-            for p in self.step.batches.gradients.held(): p.grad.zero_() # no other code should use these
 
     def around_step(self, f): # Function without arguments
         "Run `f`, the step of the optimizer; if the model ran after the gradients were judged, as in SAM, look at them once more"
@@ -370,7 +354,7 @@ class DynamicMixedPrecision(MixedPrecision):
                   cancelled): # Did a callback cancel the batch?
         "Forget the step of a training batch, unless its gradients wait for the next batch"
         step = self.step
-        is_bare = not step.done and step.outcome is None and step.batches.has_changed() # without fastai's events
+        is_bare = not step.done and (step.outcome is None or not cancelled) and step.batches.has_changed() # without fastai's events
         if is_bare: self.say_once(bare_step)
         if not goes_on: self.forget_step()
         elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None

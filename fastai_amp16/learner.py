@@ -195,13 +195,17 @@ def _batch(learn, f):
     if learn.training or _can_compute_half(mp): mp.around_batch(entry, f)
     else: f()
 
-def _by_callback(name, learn, f):
-    "Run `f`, the backward pass or the step, by a method of the callback"
-    if mp := running(learn): getattr(mp, name)(f)
+def _backward(learn, f):
+    "Run `f`, the backward pass; what callbacks of any order compute after it is theirs"
+    f()
+    if mp := running(learn): mp.after_backward()
+
+def _step(learn, f):
+    "Run `f`, the step of the optimizer"
+    if mp := running(learn): mp.around_step(f)
     else: f()
 
-_around = {'fit':_fit, 'validate':_standing, 'batch':_batch,
-           **{o: partial(_by_callback, f'around_{o}') for o in ('backward','step')}}
+_around = {'fit':_fit, 'validate':_standing, 'batch':_batch, 'backward':_backward, 'step':_step}
 
 # %% ../nbs/22_learner.ipynb #e115fbf3
 def _fastais(cls, name):
@@ -238,10 +242,8 @@ def _with_events(self, f, event_type, ex, final=noop):
     "fastai's own, which runs every part of a fit"
     with _only_last(self) if event_type in ('fit','validate') else nullcontext():
         around = _around.get(event_type)
-        if (mp := running(self)) and event_type=='backward': mp.wraps_backward = True
         try: _fastais_events(self, partial(around, self, f) if around else f, event_type, ex, final)
         finally:
-            if mp and event_type=='backward': mp.wraps_backward = False
             if event_type=='batch' and (mp := running(self)) and mp.left_out: mp.left_out.run,mp.left_out = True,None # records again
 
 # %% ../nbs/22_learner.ipynb #febe9b86

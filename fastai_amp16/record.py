@@ -190,7 +190,7 @@ class Recording(TorchFunctionMode):
         gradients # The `Gradients` of the batches
     ):
         "Note the norm of the gradients, which must be finite"
-        gradients.end_backward()
+        gradients.rescale(1.)
         grads = grad_values([p for p in gradients.params.values() if p.grad is not None])
         self.total = get_total_norm(grads) if grads else None
 

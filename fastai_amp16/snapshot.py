@@ -168,7 +168,7 @@ def _lazy_noted(m):
         for t,kind in ts: t.data,t.__class__ = torch.empty(0, dtype=t.dtype, device=t.device),kind
     return put_back
 
-def _infinite(values): return sum(isinstance(v, float) and not math.isfinite(v) for v in values)
+def _infinite(values): return len([v for v in values if isinstance(v, float) and not math.isfinite(v)])
 
 class ModelState:
     "What the model and the loss function carry from batch to batch: statistics, buffers, hidden states, counters"
@@ -316,7 +316,7 @@ class LearnerState:
         attrs,opt,cbs = vars(self.learn),getattr(self.learn, 'opt', None),[*self.learn.cbs]
         if cbs!=self.cbs:
             dicts = [attrs, *map(vars, filter(_acts, cbs)), *self.more]
-            self.cbs,self.attrs = cbs,_Attributes(dicts, ('xb','yb',*_results,'dl','dls'), records=True)
+            self.cbs,self.attrs = cbs,_Attributes(dicts, ('xb','yb',*_results,'dl','dls','scaler','_entry'), records=True)
         hypers = opt.opt.param_groups if isinstance(opt, OptimWrapper) else getattr(opt, 'hypers', ()) # they may change in a batch
         dicts = [(attrs,{**{k: attrs[k] for k in ('xb','yb') if k in attrs}, **dict.fromkeys(_results)}), *((d,d.copy()) for d in hypers)]
         with no_torch_function(): attrs_back,inputs,states = self.attrs.note(),self._note_inputs(),random_states()
