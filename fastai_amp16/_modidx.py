@@ -571,7 +571,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastai_amp16/report.py'),
                                      'fastai_amp16.report._advice': ('report.html#_advice', 'fastai_amp16/report.py'),
                                      'fastai_amp16.report._bits': ('report.html#_bits', 'fastai_amp16/report.py'),
-                                     'fastai_amp16.report._is_within': ('report.html#_is_within', 'fastai_amp16/report.py'),
                                      'fastai_amp16.report._left': ('report.html#_left', 'fastai_amp16/report.py'),
                                      'fastai_amp16.report._num': ('report.html#_num', 'fastai_amp16/report.py'),
                                      'fastai_amp16.report._paragraph': ('report.html#_paragraph', 'fastai_amp16/report.py'),

@@ -30,26 +30,22 @@ def warn_user(
     warn(text, PrecisionWarning, stacklevel=level)
 
 # %% ../nbs/19_messages.ipynb #30a15ed2
-_renamed = dict( # the names in fastai, apex and DeepSpeed
-    loss_scale='init_scale', initial_scale='init_scale', max_loss_scale='max_scale', min_loss_scale='min_scale',
-    **dict.fromkeys(('scale_wait','max_noskip','scale_window','loss_scale_window'), 'growth_interval'))
-_masters = 'leave it out, since the parameters themselves are the fp32 masters'
-_factors = 'use `growth_factor` and `backoff_factor`'
-_choose = 'choose the precision by calling `to_fp16_dynamic()`, `to_bf16_dynamic()` or `to_fp32()`'
-_clip = 'call `learn.add_cb(GradientNormClip(1.))`'
-_instead = dict(
-    loss_scale='use `init_scale`, with `dynamic=False` for a static scale', initial_scale_power='use `init_scale`, 2 to that power',
-    device='leave it out, since the model has one', keep_batchnorm_fp32='leave it out, since all norms stay in fp32',
-    **dict.fromkeys(('flat_master','master_weights'), _masters), **dict.fromkeys(('div_factor','scale_factor'), _factors),
-    **dict.fromkeys(('clip','gradient_clip_val','gradient_clipping','max_grad_norm','max_norm'), _clip),
-    **dict.fromkeys(('enabled','opt_level','precision','dtype','amp_mode'), _choose))
-_scaling = [o for o in signature(DynamicScaler).parameters if o not in ('device','enabled')]
+_instead = {name: advice for names,advice in { # the names in fastai, apex, DeepSpeed and Lightning
+    'loss_scale initial_scale': 'use `init_scale`, with `dynamic=False` for a static scale',
+    'initial_scale_power': 'use `init_scale`, 2 to that power',
+    'scale_wait max_noskip scale_window loss_scale_window': 'use `growth_interval`',
+    'max_loss_scale': 'use `max_scale`', 'min_loss_scale': 'use `min_scale`',
+    'div_factor scale_factor': 'use `growth_factor` and `backoff_factor`',
+    'flat_master master_weights': 'leave it out, since the parameters themselves are the fp32 masters',
+    'device': 'leave it out, since the model has one', 'keep_batchnorm_fp32': 'leave it out, since all norms stay in fp32',
+    'clip gradient_clip_val gradient_clipping max_grad_norm max_norm': 'call `learn.add_cb(GradientNormClip(1.))`',
+    'enabled opt_level precision dtype amp_mode':
+        'choose the precision by calling `to_fp16_dynamic()`, `to_bf16_dynamic()` or `to_fp32()`'}.items() for name in names.split()}
 
 def _advice(name, names):
     "What to write instead of the keyword `name`, where `names` are allowed"
-    new = _renamed.get(name, name)
-    if new in _scaling and new not in names: return 'leave it out, since bf16 needs no loss scale'
-    if name in _instead or new!=name: return _instead.get(name, f'use `{new}`')
+    if name in _instead: return _instead[name]
+    if name in signature(DynamicScaler).parameters: return 'leave it out, since bf16 needs no loss scale'
     near = get_close_matches(name, names, 1)
     return f'use `{near[0]}`' if near else f"the arguments are {', '.join(names)}"
 

@@ -139,16 +139,11 @@ def _tells(col, kind):
     if col.name=='lost': return (col>-math.log2(4*torch.finfo(getattr(torch, kind)).eps)).any() # are less than three bits left?
     return (col>0).any() if col.name in ('flushed','subnormal') else col.notna().any()
 
-def _is_within(name, promoted):
-    "Does one of `promoted` keep the module `name` in fp32? A name with a dot at its end keeps a module without those inside it"
-    return any(name==p.rstrip('.') or not p or name.startswith(p+'.') for p in promoted)
-
 @patch
 def _rows(self:PrecisionReport):
     "The rows and columns to show, which of the rows belongs to the producer, and how many rows are left out"
     table = self.table.reset_index(drop=True).reindex(columns=_columns[self.verdict])
-    rank = [0 if o==self.producer else 1 if _is_within(o, self.promoted) else 2 for o in table.module]
-    df = table.iloc[np.argsort(rank, kind='stable')[:_most_rows]]
+    df = table.iloc[np.argsort(table.module!=self.producer, kind='stable')[:_most_rows]]
     hot = df.module==self.producer
     df = df.assign(module=[o or '(the model)' for o in df.module])
     if 'nonfinite' in df: df['nonfinite'] = df.nonfinite.map({True: 'not finite'})
