@@ -83,10 +83,14 @@ class Fp32Norm(nn.Module):
     def forward(self, x):
         with torch.autocast(x.device.type, enabled=False): return self.norm(x.float()).to(x.dtype)
 
+def with_fp32_norms(model):
+    "The model itself, in which all norms compute in fp32"
+    for m in [*model.modules()]: m._modules.update({k: Fp32Norm(c) for k,c in m._modules.items() if is_norm(c)})
+    return model
+
 def by_careful_hand(model, batches):
     "`by_hand`, with norms in fp32"
-    for m in [*model.modules()]: m._modules.update({k: Fp32Norm(c) for k,c in m._modules.items() if is_norm(c)})
-    return by_hand(model, batches)
+    return by_hand(with_fp32_norms(model), batches)
 
 class Nothing(nn.Module):
     "Returns a ready-made loss, and has a parameter that gets no gradient"
@@ -133,8 +137,14 @@ def collab():
     return EmbeddingDotBias(50, 944, 1665, (0,5.5)),MSELossFlat(),batch
 
 small = {'8 blocks of Linear, LayerNorm and ReLU': blocks, 'tabular model': tabular, 'collaborative filtering': collab}
-small_stacks = {'fp32': Learner.to_fp32, 'fastai `to_fp16`': Learner.to_fp16, '**`to_fp16_dynamic`**': Learner.to_fp16_dynamic}
-_,small_first,small_own = small_stacks
+def careful_fp16(learn):
+    "fastai's `to_fp16`, whose autocast leaves norms in half precision on a CPU, with norms in fp32"
+    with_fp32_norms(learn.model)
+    return learn.to_fp16()
+
+small_stacks = {'fp32': Learner.to_fp32, 'fastai `to_fp16`': Learner.to_fp16, 'fastai `to_fp16`, norms in fp32': careful_fp16,
+                '**`to_fp16_dynamic`**': Learner.to_fp16_dynamic}
+_,small_first,small_careful,small_own = small_stacks
 
 def measure_small(name, steps, rounds, bs=64):
     "A row for each way to train the model with `AdamW16`, without clipping; on a CPU, other programs do not count"
