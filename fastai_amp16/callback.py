@@ -207,14 +207,14 @@ class DynamicMixedPrecision(MixedPrecision):
         if step.ends and step.ends(self.loss): raise Left
         if step.ranks.size>1 and self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)): # that all may end together
             self.learn.loss = torch.full_like(self.loss, step.ranks.read([self.loss.mean()])[0]/step.ranks.size)
-        step.batches.gradients.open.enter_context(ScaledBackward(self))
+        step.batches.gradients.scaling.enter_context(ScaledBackward(self))
 
     def after_backward(self):
-        if self.step is not None: self.step.batches.gradients.open.close()
+        if self.step is not None: self.step.batches.gradients.scaling.close()
 
     def before_step(self):
         step = self.step
-        what = step.settle()
+        what = step.conclude()
         if what is Next.step: step.decided_at = step.batches.entry.passes
         elif what is Next.skip and step.lacks_backward: step.done = True # as in fp32
         elif what is Next.skip: self.skip_step()
@@ -222,7 +222,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def after_step(self): # the optimizer has taken it
         step = self.step
         if step is None or step.decided_at is None or step.done: return
-        self.take_step()
+        self.step_taken()
         # if the model runs again in this batch, a second step begins; it cannot run again, since the weights have changed
         begin = partial(self.begin_step, step.batches.entry, False, is_second=True)
         step.batches.entry.around_next = lambda call, aside: begin() or call()
@@ -230,8 +230,8 @@ class DynamicMixedPrecision(MixedPrecision):
     def after_cancel_step(self): # half precision may be why another callback has cancelled it
         step = self.step
         if step is None or step.done: return
-        if step.decided_at is not None: self.take_step()
-        elif step.settle() is Next.skip: step.batches.put_back()
+        if step.decided_at is not None: self.step_taken()
+        elif step.conclude() is Next.skip: step.batches.put_back()
         step.done = True
 
     def after_batch(self): # the recorder leaves out the loss of a skipped step if it is not finite
@@ -253,7 +253,7 @@ class DynamicMixedPrecision(MixedPrecision):
 
     # The end of a step
 
-    def take_step(self):
+    def step_taken(self):
         "Note that the step was taken"
         step = self.step
         self.end_step(step.scale, False)
@@ -325,14 +325,14 @@ class DynamicMixedPrecision(MixedPrecision):
         if not training: self.step = None # a validation between accumulated batches is not part of their step
         try:
             self.begin_batch(entry)
-            go = self.step.batches.one_batch = f
+            go = self.step.batches.do_one_batch = f
             while not self.step.attempt(go) and self.learn is not None: go = self.next_attempt() # a callback may have removed this one
             goes_on = True
         except not_faults:
             goes_on = cancelled = True # its gradients may be accumulated
             raise
         except BaseException:
-            if training and self.step: (self.step.batches.gradients.drop if self.step.is_decided else self.step.batches.put_back)()
+            if training and self.step: (self.step.batches.gradients.drop if self.step.is_taken else self.step.batches.put_back)()
             raise
         finally:
             step = self.step

@@ -52,7 +52,7 @@ def _ends(case, rec, loss=None):
     rec.finite = rec.finite and not bad
     return bad
 
-def _one_batch(case, rec, loss_func):
+def _record_batch(case, rec, loss_func):
     if rec.modules: case.learn.loss_func = rec.begin(loss_func)
     rec.waits = case.backward
     try: case.f()
@@ -65,7 +65,7 @@ def _one_batch(case, rec, loss_func):
 def _run(case, rec, loss_func, plan):
     batches,learn = case.batches,case.learn
     with case.ranks.no_sync(), eager(), torch.set_grad_enabled(case.backward), rec if rec.modules else nullcontext():
-        try: batches.run(plan, partial(_one_batch, case, rec, loss_func), to_the_end=True)
+        try: batches.run(plan, partial(_record_batch, case, rec, loss_func), to_the_end=True)
         except (Left,*not_faults): pass
         except Exception as e: rec.fail(e)
         rec.on,rec.pred,loss = False,cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
@@ -125,7 +125,7 @@ class Case:
 
     def __post_init__(self):
         self.keep,self.batches,self.ranks = as_list(self.keep_fp32),self.step.batches,self.step.ranks
-        self.model,self.learn,self.f = self.batches.model,self.batches.learn,self.f or self.batches.one_batch
+        self.model,self.learn,self.f = self.batches.model,self.batches.learn,self.f or self.batches.do_one_batch
         self.loader = getattr(self.learn, 'dl', None) # of the batch; `None` if you gave it
 
     @property

@@ -61,7 +61,8 @@ _came_in = 'nodes of the inputs of a forward pass' # a key in the metadata of th
 class Entry:
     "The stand-ins of one model, and the precision plan of its forward passes"
     def __init__(self):
-        self.model,self.passes,self.inside,self.casts = None,0,False,_SharedCasts([])
+        self.model,self.inside,self.casts = None,False,_SharedCasts([])
+        self.passes = 0 # forward passes in half precision so far; what an activation checkpoint runs again does not count
         self._plan,self._roles,self.placed = None,{},{} # stand-ins by module and attribute
         self.around_next = None # called instead of the next forward pass, with functions that make it and that try it by another plan
 

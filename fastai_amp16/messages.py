@@ -44,8 +44,10 @@ _instead = {name: advice for names,advice in { # the names in fastai, apex, Deep
 
 def _advice(name, names):
     "What to write instead of the keyword `name`, where `names` are allowed"
-    if name in _instead: return _instead[name]
-    if name in signature(DynamicScaler).parameters: return 'leave it out, since bf16 needs no loss scale'
+    advice = _instead.get(name, '')
+    is_scaling = name in signature(DynamicScaler).parameters or advice.startswith('use ')
+    if is_scaling and 'init_scale' not in names: return 'leave it out, since bf16 needs no loss scale'
+    if advice: return advice
     near = get_close_matches(name, names, 1)
     return f'use `{near[0]}`' if near else f"the arguments are {', '.join(names)}"
 

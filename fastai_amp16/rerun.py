@@ -46,7 +46,7 @@ class Gradients:
         self.scale = 1. # what they are multiplied by now
         self.hooks = [] # dicts of hooks that see true gradients now, with how they are called, and the hooks themselves
         self.leaves = {} # tensors outside the model that get gradients from the loss, with the gradients they had before
-        self.open = ExitStack() # with a mode that scales each backward pass, from `before_backward` to `after_backward`
+        self.scaling = ExitStack() # with a mode that scales each backward pass, until `after_backward` or the end of the attempt
 
     @cached_property
     def params(self) -> dict: # By id
@@ -127,7 +127,7 @@ class Batches:
         self.learn,self.entry,self.model_state,self.learner_state,self.model = learn,entry,model_state,learner_state,model_state.model
         self.model_back,self.weights,self.gradients = model_state.note(),model_state.weights(),Gradients(learn, model_state, carried)
         self.notes,self.inputs,self.at,self.in_memory = [],[],0,True
-        self.one_batch = learn._do_one_batch # what runs a batch
+        self.do_one_batch = learn._do_one_batch # what runs a batch
         self.attributes,self.changed = [],[] # of modules at the end of the last batch; what callbacks have written to them since
 
     def add(self):
@@ -135,7 +135,7 @@ class Batches:
         sizes = []
         replace(self.inputs, lambda t: sizes.append(t.nbytes) or t) # without the current batch
         self.in_memory = self.in_memory and sum(sizes)<=_most_bytes
-        if not self.in_memory: self.notes,self.inputs,self.changed = [],[],[] # so that this batch alone can run again
+        if not self.in_memory: self.notes,self.inputs,self.changed = [],[],[] # the step cannot run again, but this batch can
         self.notes.append(self.learner_state.note())
         self.inputs.append((self.learn.xb,self.learn.yb))
         self.changed.append(self.model_state.written_since(self.attributes))
@@ -169,11 +169,11 @@ class Batches:
 
     def run(self,
         plan:PrecisionPlan=None, # The precision of each module; `None` for fp32
-        f=None, # Function that runs one batch in the place of `one_batch`
+        f=None, # Function that runs one batch in the place of `do_one_batch`
         only_current:bool=False, # Run the current batch alone, not those before it?
         to_the_end:bool=False # Run all batches even if one of them is left? Those of a diagnosis always are
     ):
-        "Restore the start of the step and run all batches; exceptions of the last batch are raised"
+        "Restore the start of the step and run all batches; what a callback cancels ends this only in the last batch"
         self.entry.plan = plan
         self.put_back()
         if plan is None: self.model_state.to_fp32() # hidden states go on in fp32
@@ -183,7 +183,7 @@ class Batches:
             self.learn.xb,self.learn.yb = self.inputs[self.at]
             self.passes = self.entry.passes
             for write in self.changed[self.at]: write()
-            try: (f or self.one_batch)()
+            try: (f or self.do_one_batch)()
             except (Left,*not_faults) as e: # the gradients of the batch wait for those of the next ones
-                if self.at==len(self.notes)-1 or isinstance(e, Left) and not to_the_end: raise
-            finally: self.gradients.open.close()
+                if self.at==len(self.notes)-1 or (isinstance(e, Left) and not to_the_end): raise
+            finally: self.gradients.scaling.close()

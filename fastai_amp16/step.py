@@ -73,7 +73,7 @@ class Step:
     # what may be tried
     floor:float = None # Lowest loss scale allowed; `None` if no other scale can be tried (bf16, a static scale)
     static:bool = False # Is the loss scale static?
-    settled:bool = False # Were steps taken at the present scale?
+    settled:bool = False # Were steps taken at this loss scale, or at the one that it grew or fell from?
     rerun:bool = True # May batches run again, as the user chose?
     can_rerun:bool = True # Can those of this step?
     can_heal:bool = True # May layers be kept in fp32? If not, no attempt runs in fp32
@@ -85,8 +85,12 @@ class Step:
     diagnoses:int = 0 # Number of diagnoses
     reruns:int = 0 # Number of attempts after the first
     unusable:bool = False # Is it known that no precision helps?
+    silent:bool = False # May predictions or gradients be wrong although everything is finite?
+    odd:float = None # The norm of gradients that were far larger than usual, after which fp32 was asked for its own
+    error:Exception = None # The exception that half precision raised
+    failed:bool = False # Did a diagnosis fail?
     # the present attempt
-    kind:Next = Next.again # In half precision (`again`), or in fp32 (`fp32`, or `reference`, which takes no step)
+    kind:Next = Next.again # In half precision (`again`, also if it is the first), or in fp32 (`fp32`, or `reference`, which takes no step)
     scale:float = 1. # The loss scale
     ends:Callable = None # In a look: takes the loss, and says whether the batch ends before the backward pass; without a loss, it ends
     outcome:Outcome = None # What came out, as far as known
@@ -94,13 +98,9 @@ class Step:
     next:tuple = None # What comes next, from `what_next`
     loss:Tensor = None # Sum of the losses that had a backward pass; `None` before the first one
     backward_at:int = None # Number of forward passes when the last backward pass began
-    decided_at:int = None # Number of forward passes when it was decided to take the step
     judged:tuple = ((),0) # The gradients that `outcome` is about, and how often they were written to
-    silent:bool = False # May predictions or gradients be wrong although everything is finite?
-    odd:float = None # The norm of gradients that were far larger than usual, after which fp32 was asked for its own
-    error:Exception = None # The exception that half precision raised
-    failed:bool = False # Did a diagnosis fail?
-    # its end
+    # the end of the step
+    decided_at:int = None # Number of forward passes when it was decided to take the step
     done:bool = False # Was the step taken, skipped or cancelled?
     fruitless:int = 0 # Number of batches without a step that nothing could save
     is_second:bool = False # Did an earlier step end in the same batch?
@@ -126,13 +126,13 @@ class Step:
         return self.next is not None and self.next[0] not in (Next.step,Next.skip)
 
     @property
-    def is_decided(self) -> bool:
+    def is_taken(self) -> bool:
         "Is it decided that the step is taken, or is it done?"
         return self.done or self.decided_at is not None
 
     @property
     def lacks_backward(self) -> bool:
-        "Has a callback cancelled the backward pass?"
+        "Was there no backward pass so far? A callback may have cancelled it"
         return self.loss is None and self.ranks.size==1
 
     def begin_attempt(self,
@@ -168,11 +168,11 @@ class Step:
         norm,loss = total_norm(grads),0 if self.loss is None else self.loss
         signs = self.batches.model_state.verdict(norm.device),loss,0*total_norm(grad_values(others)) if others else 0
         raised = self.ranks.size>1 and self.error is not None
-        norm,carried,loss,others,raised,silent = self.ranks.read([norm, *signs, int(raised), int(self.silent and not self.in_fp32)])
+        norm,state,loss,others,raised,silent = self.ranks.read([norm, *signs, int(raised), int(self.silent and not self.in_fp32)])
         if raised: self.fp32_first = False # all ranks look into it
-        is_fine,norm = math.isfinite(norm+carried+others) and not raised and not silent,norm/self.ranks.size
+        is_fine,norm = math.isfinite(norm+state+others) and not raised and not silent,norm/self.ranks.size
         if is_fine: self.outcome,self.norm = Outcome.fine,norm
-        elif raised or silent or not math.isfinite(carried+loss): self.outcome,self.norm = Outcome.broken,math.nan
+        elif raised or silent or not math.isfinite(state+loss): self.outcome,self.norm = Outcome.broken,math.nan
         else: self.outcome,self.norm = Outcome.overflow,math.inf
         self.judged = now
 
@@ -203,7 +203,7 @@ class Step:
         "Note whether the loss scale of the attempt fits"
         if not self.in_fp32 and outcome is not Outcome.broken: (self.fits if outcome is Outcome.fine else self.fails).append(self.scale)
 
-    def settle(self,
+    def conclude(self,
         waits:bool=False # May more gradients come before the step?
     ) -> Next: # Either to take the step or to skip it; `None` if nothing is decided yet
         "Judge the gradients and decide what comes next; leave the attempt if the batch runs again"
@@ -269,14 +269,14 @@ def attempt(self:Step,
         done = False if self.is_left else self._raised(e)
         if done is None: raise # here and not elsewhere: another frame that refers to `e` would keep it and its contexts alive
         return done
-    finally: self.batches.gradients.open.close()
+    finally: self.batches.gradients.scaling.close()
 
 @patch
 def _is_judged(self:Step, passes, waits=True):
     "Is the result of the attempt known, or will it be when the step comes (`waits`)? `passes`: of the model, before the attempt"
     if not self.batches.learn.training: return False
     if self.ranks.size>1: return True # the other ranks may have gone on to the step
-    return self.is_decided or self.batches.entry.passes in (passes, self.backward_at if waits else passes)
+    return self.is_taken or self.batches.entry.passes in (passes, self.backward_at if waits else passes)
 
 @patch
 def _accepts(self:Step, e, passes, before):
@@ -365,7 +365,7 @@ class ScaledBackward(TorchFunctionMode):
         step.begin_backward(loss)
         try: func(gradients.scaled(loss, step.loss_scale), *args, **{**(kwargs or {}), **self.more})
         finally: gradients.rescale(before)
-        if step.settle(waits=True) is Next.skip:
+        if step.conclude(waits=True) is Next.skip:
             for p in gradients.held(): p.grad.zero_() # no other code should use these
 
 # %% ../nbs/12_step.ipynb #74855d21

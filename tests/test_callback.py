@@ -226,7 +226,7 @@ def test_a_keyword_of_others_names_ours(kw, says):
         assert '\n' not in text and text.endswith('.')
     assert learn.mixed_precision is before
 
-@pytest.mark.parametrize('kw', [dict(init_scale=512.), dict(dynamic=False)])
+@pytest.mark.parametrize('kw', [dict(loss_scale=512.), dict(init_scale=512.), dict(scale_wait=500), dict(dynamic=False)])
 def test_bf16_needs_no_loss_scale(kw):
     with pytest.raises(TypeError, match=f"'{[*kw][0]}': leave it out, since bf16 needs no loss scale"): learner().to_bf16_dynamic(**kw)
 
