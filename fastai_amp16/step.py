@@ -353,14 +353,14 @@ class ScaledBackward(TorchFunctionMode):
     "A context in which `backward` scales the tensor it starts from: the loss, or what a learner's own code adds to it"
     def __init__(self, owner): # Its `step` is a `Step`, whose gradients are judged after each backward pass
         super().__init__()
-        self.owner,self.step,batches = owner,owner.step,owner.step.batches
+        self.owner,batches = owner,owner.step.batches
         batches.gradients.rescale(1.) # code may have scaled those of an earlier batch by `learn.scaler`
         with no_torch_function(): have_graphs = any(t.grad_fn is not None for t in tensors(batches.inputs)) # which must not be freed
         self.more = {'retain_graph':True} if have_graphs else {}
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        step = self.owner.step # another one if a callback asks for a report now
-        if func is not Tensor.backward or step is not self.step: return func(*args, **(kwargs or {}))
-        (loss,*args),gradients = args,step.batches.gradients
+        if func is not Tensor.backward: return func(*args, **(kwargs or {}))
+        (loss,*args),step = args,self.owner.step # not the one of the beginning if a callback asks for a report now
+        gradients = step.batches.gradients
         before = gradients.scale
         step.begin_backward(loss)
         try: func(gradients.scaled(loss, step.loss_scale), *args, **{**(kwargs or {}), **self.more})

@@ -717,6 +717,20 @@ def backward_of(name):
         learn('after_backward')
         learn._with_events(learn.opt.step, 'step', CancelStepException)
     return f
+def by_scaler(learn):
+    "As in a loop written for `GradScaler`, between fastai's events"
+    def backward():
+        scaler = getattr(learn, 'scaler', None)
+        (scaler.scale(learn.loss_grad) if scaler else learn.loss_grad).backward()
+        if scaler: scaler.unscale_(learn.opt)
+    learn._with_events(backward, 'backward', CancelBackwardException)
+    learn._with_events(learn.opt.step, 'step', CancelStepException)
+def in_parts(learn):
+    "Each part of the loss runs backward by itself"
+    def backward():
+        for share in (.25,.75): (share*learn.loss_grad).backward(retain_graph=True)
+    learn._with_events(backward, 'backward', CancelBackwardException)
+    learn._with_events(learn.opt.step, 'step', CancelStepException)
 def only_step_events(learn):
     learn.loss_grad.backward()
     learn._with_events(learn.opt.step, 'step', CancelStepException)
@@ -744,11 +758,21 @@ def test_a_step_without_fastais_events_is_named(end, cbs, told):
     assert len(found)==1 and told in found[0]
     assert learn.mixed_precision.step is None
 
-@pytest.mark.parametrize('end', [Learner._do_grad_opt, backward_of('loss_grad'), backward_of('loss'), only_step_events])
+@pytest.mark.parametrize('end', [Learner._do_grad_opt, backward_of('loss_grad'), backward_of('loss'), by_scaler, in_parts, only_step_events])
 def test_a_step_of_ones_own_with_events_is_as_good_as_fastais(end):
     (a,_),(b,found) = own_end(end, fp32),own_end(end, fp16)
-    assert not found
+    assert not found and b.gradient_norm_clip.norms==pytest.approx(a.gradient_norm_clip.norms, rel=0.1)
     same_training(a, b)
+
+def test_nothing_of_a_cancelled_backward_pass_stays():
+    "The next batch begins without the mode that scales"
+    class Cancels(Callback):
+        order,modes = 50,[]
+        def before_batch(self): self.modes += torch.overrides._get_current_function_mode_stack()
+        def before_backward(self):
+            if self.iter in (2,5): raise CancelBatchException()
+    own_end(Learner._do_grad_opt, fp16, [Cancels()])
+    assert not Cancels.modes
 
 @pytest.mark.parametrize('cbs', [[], [partial(GradientAccumulation, 64)]])
 def test_weights_that_a_callback_edits_are_no_step(cbs):
