@@ -1,4 +1,4 @@
-import os,warnings
+import gc,os,warnings
 import pytest,torch
 from fastcore.basics import defaults
 from hypothesis import settings
@@ -29,6 +29,14 @@ def pytest_collection_modifyitems(items):
         mark = o.get_closest_marker('cpu_only')
         if mark and device!='cpu': o.add_marker(pytest.mark.skip(reason=f'on a CPU only: {mark.args[0]}'))
     items.sort(key=lambda o: (o.name.startswith('test_notebook'), '_callback' in o.name))
+
+def pytest_unconfigure(): gc.unfreeze() # else libraries tell at the exit of what nobody frees
+
+@pytest.fixture(scope='module', autouse=True)
+def little_to_collect():
+    "What the imports have left need not be looked through by each `gc.collect()` of a test"
+    gc.collect()
+    gc.freeze()
 
 @pytest.fixture
 def uncompared(monkeypatch):
