@@ -314,7 +314,7 @@ def _notebook(path, module, *cells):
 
 def test_compatibility(tmp_path, capsys, monkeypatch):
     "A checkout with two notebooks, one of which is about learners; each mode imports fastai anew"
-    monkeypatch.setattr(compatibility, 'modes', ('plain','to_fp16','to_fp16_dynamic'))
+    monkeypatch.setattr(compatibility, 'modes', ('plain','to_fp16_dynamic'))
     (tmp_path/'fastai').mkdir()
     (tmp_path/'fastai'/'__init__.py').write_text('__version__ = "9.9"')
     _notebook(tmp_path/'nbs'/'01_nothing.ipynb', 'losses', '1/0')
