@@ -1,27 +1,32 @@
-import os,warnings
-import pytest,torch
-from fastcore.basics import defaults
-from hypothesis import settings
+import gc,os,warnings
+import pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1') # threads that wait for a busy core spin, and a test takes many times as long
 
-with warnings.catch_warnings(): # torch's, at the import of fastai: that torch.jit.script is deprecated
-    warnings.simplefilter('ignore', FutureWarning)
-    import fastai.callback.all # noqa: F401 (as a notebook does: it brings progress bars and schedules to `Learner`)
-    from fastai.torch_core import default_device
-
 device = os.environ.get('FASTAI_AMP16_DEVICE', 'cpu') # what the tests train on
-if torch.cuda.is_available(): default_device(device=='cuda')
 
-defaults.cpus = 0 # no worker processes for data: a fork of a process with threads may never end
+def prepare():
+    "Imports and settings that tests need"
+    import torch
+    from fastcore.basics import defaults
+    from hypothesis import settings
+    with warnings.catch_warnings(): # torch's, at the import of fastai: that torch.jit.script is deprecated
+        warnings.simplefilter('ignore', FutureWarning)
+        import fastai.callback.all # noqa: F401 (as a notebook does: it brings progress bars and schedules to `Learner`)
+        from fastai.torch_core import default_device
+    if torch.cuda.is_available(): default_device(device=='cuda')
+    defaults.cpus = 0 # no worker processes for data: a fork of a process with threads may never end
+    settings.register_profile('repo', deadline=None, derandomize=True)
+    settings.load_profile('repo')
 
-settings.register_profile('repo', deadline=None, derandomize=True)
-settings.load_profile('repo')
+def pytest_collection(): prepare() # which the process that starts others for the tests does not do
 
 def pytest_configure(config):
     config.addinivalue_line('markers', 'cpu_only(reason): skipped under FASTAI_AMP16_DEVICE=cuda')
     if device not in ('cpu','cuda'): raise pytest.UsageError(f"FASTAI_AMP16_DEVICE={device}: it must be cpu or cuda")
-    if device=='cuda' and not torch.cuda.is_available(): raise pytest.UsageError("FASTAI_AMP16_DEVICE=cuda, and PyTorch finds no GPU")
+    if device=='cuda':
+        import torch
+        if not torch.cuda.is_available(): raise pytest.UsageError("FASTAI_AMP16_DEVICE=cuda, and PyTorch finds no GPU")
 
 def pytest_collection_modifyitems(items):
     "Notebooks come last, that of the callback at the very end: they define everything anew and patch it onto fastai's classes"
@@ -29,6 +34,14 @@ def pytest_collection_modifyitems(items):
         mark = o.get_closest_marker('cpu_only')
         if mark and device!='cpu': o.add_marker(pytest.mark.skip(reason=f'on a CPU only: {mark.args[0]}'))
     items.sort(key=lambda o: (o.name.startswith('test_notebook'), '_callback' in o.name))
+
+def pytest_unconfigure(): gc.unfreeze() # else libraries tell at the exit of what nobody frees
+
+@pytest.fixture(scope='module', autouse=True)
+def little_to_collect():
+    "What the imports have left need not be looked through by each `gc.collect()` of a test"
+    gc.collect()
+    gc.freeze()
 
 @pytest.fixture
 def uncompared(monkeypatch):
@@ -40,4 +53,5 @@ def tensors_on_the_device():
     "What a test makes lies where the learners train"
     if device=='cpu': yield
     else:
+        import torch
         with torch.device(device): yield

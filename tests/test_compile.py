@@ -1,8 +1,9 @@
 "`torch.compile` before or after `to_fp16_dynamic`: compiled as often as in fp32, once more after healing, and the same training"
-import shutil
+import functools,shutil
 import pytest,torch
-from fastai.basics import nn,partial
+from fastai.basics import default_device,nn,partial
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from fastai_amp16.all import half_forward
 from common import Poison,fit,learner,weights
 from overflows import fp16,fp32
@@ -26,8 +27,7 @@ class Tokens(nn.Module):
     def __init__(self):
         super().__init__()
         self.emb,self.head = nn.Linear(1, 16),Seq(nn.Linear(16, 1))
-        blocks = [nn.TransformerEncoderLayer(16, 2, 32, 0.1, 'gelu', batch_first=True, norm_first=True) for _ in range(2)]
-        self.blocks = Seq(*blocks)
+        self.blocks = Seq(nn.TransformerEncoderLayer(16, 2, 32, 0.1, 'gelu', batch_first=True, norm_first=True))
     def forward(self, x): return self.head(self.blocks(self.emb(x[...,None])).mean(1))
 
 class Scores(nn.Module):
@@ -76,18 +76,31 @@ def trained(model, to, how, when='before'):
     counts = [after(f) for f in (lambda: fit(learn, 1), lambda: fit(learn, 2), lambda: fit(learn, 1), learn.validate)]
     return learn,compiled,counts
 
+@functools.cache
+def counts_in_fp32(model, how): return trained(model, fp32, how)[2]
+
+@functools.cache
+def eager_weights(model):
+    "Those that the same fits end with in half precision and without a compiler"
+    eager = fp16(learner(model, bs=8))
+    for n in (1,2,1): fit(eager, n)
+    return weights(eager)
+
 @pytest.mark.parametrize('when', ['before','after'])
 @pytest.mark.parametrize('how', [wrapped,in_place,parts])
 @pytest.mark.parametrize('model', [Conv,Tokens])
 def test_compiled_as_often_as_in_fp32(model, how, when):
-    "All of it in the first epoch; the predictions of the 16th step, which is in the second, are compared without compiled code"
-    _,_,in_fp32 = trained(model, fp32, how, when)
-    learn,_,counts = trained(model, fp16, how, when)
+    """All of it in the first epoch; the predictions of the 16th step, which is in the second, are compared without compiled code
+
+    Compiled code gets the masters: casts are a part of its kernels, and CUDA graphs take it that weights stay where they are. Parts get
+    what the layers before them give."""
+    in_fp32 = counts_in_fp32(model, how)
+    learn,compiled,counts = trained(model, fp16, how, when)
     n = 4 if how is parts else in_fp32[0][0] # each part in training and validation: in fp32, torch 2.6 leaves it at the former
     assert {*counts}=={(n,0)} and n>=2 and {*in_fp32}<={(2,0),(n,0)}
-    mp,eager = learn.mixed_precision,fp16(learner(model, bs=8))
-    for n in (1,2,1): fit(eager, n)
-    for p,q in zip(weights(learn), weights(eager)): torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert how is parts or {o for o in compiled.dtypes if o.is_floating_point}=={torch.float32}
+    mp = learn.mixed_precision
+    for p,q in zip(weights(learn), eager_weights(model)): torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     assert len(mp.history)==32 and mp.n_skipped==0 and not mp.promoted and not mp.reports
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
@@ -116,20 +129,15 @@ def test_a_context_for_each_batch_compiles_once():
         out.float().sum().backward()
     assert compiled.counts==(1,0) and out.dtype==torch.float16
 
-@pytest.mark.parametrize('how', [wrapped,in_place])
-def test_compiled_code_gets_the_masters(how):
-    "Casts are a part of its kernels; and CUDA graphs take it that weights stay where they are"
-    _,compiled,_ = trained(Tokens, fp16, how)
-    assert compiled.dtypes<={torch.float32}
-
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ('g++','clang++'))), reason="inductor needs a compiler")
 
 @needs_compiler
-@pytest.mark.parametrize('mode', ['default','reduce-overhead'])
-def test_inductor(mode):
+@pytest.mark.parametrize('mode', ['default','reduce-overhead'][:2 if default_device().type=='cuda' else 1]) # the latter means CUDA graphs
+def test_inductor(mode, monkeypatch):
     """Ends where the same loop in fp32, compiled as well, ends; compiled code draws random numbers of its own for dropout
 
-    That is no sign of wrong predictions in the 16th step."""
+    That is no sign of wrong predictions in the 16th step. Kernels without vector instructions are compiled in half the time."""
+    monkeypatch.setattr(inductor.cpp, 'vec_isa_ok', False)
     def run(to):
         torch._dynamo.reset()
         learn = learner(lambda: nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 1)))
@@ -138,4 +146,4 @@ def test_inductor(mode):
     in_fp32,learn = run(fp32),run(partial(fp16, init_scale=2.**8)) # at which nothing overflows
     mp = learn.mixed_precision
     assert len(mp.history)==20 and mp.n_rerun==mp.n_skipped==0 and not mp.reports
-    torch.testing.assert_close(torch.stack(learn.recorder.losses), torch.stack(in_fp32.recorder.losses), rtol=0.01, atol=0.01)
+    torch.testing.assert_close(torch.stack(learn.recorder.losses), torch.stack(in_fp32.recorder.losses), rtol=0.01, atol=1e-3)

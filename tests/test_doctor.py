@@ -15,7 +15,7 @@ from fastai.tabular.all import Categorify,Normalize,TabularDataLoaders,tabular_l
 from fastai.text.all import AWD_LSTM,get_text_classifier
 from fastai.vision.models.xresnet import xresnet18
 from torch import nn
-from torchvision.models import resnet18
+from torchvision.models.resnet import BasicBlock,ResNet
 from torchvision.models.convnext import CNBlockConfig,ConvNeXt
 import fastai_amp16.exam as exam
 import fastai_amp16.optimizer as optimizers
@@ -481,7 +481,8 @@ def awd():
     return learner(lambda: get_text_classifier(AWD_LSTM, 30, 4, config=config, max_len=40, lin_ftrs=[48]),
                    torch.randint(2, 30, (4, 20)), cbs=rnn_cbs())
 
-well = dict(resnet18_pair=lambda: images(lambda: resnet18(weights=None), n=2), xresnet18=lambda: images(lambda: xresnet18(n_out=4)),
+well = dict(resnet_pair=lambda: images(lambda: ResNet(BasicBlock, [2,2,1,1]), n=2),
+    xresnet=lambda: images(lambda: xresnet18(n_out=4, widen=0.5)),
     convnext=lambda: images(convnext()), convnext_2d=lambda: images(convnext(LayerNorm2d(16))),
     torch_convnext=lambda: images(lambda: ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=4)),
     tabular=tabular, transformer=lambda: learner(Text, torch.randint(20, (4, 8))), awd_lstm=awd, mlp=lambda: learner(Net(nn.ReLU())))

@@ -1,5 +1,5 @@
 "Interrupts, cancelled steps, overflows: the same scenario in fp32 is the control"
-import copy,math,pickle,random,sys,warnings
+import copy,functools,math,pickle,random,sys,warnings
 from collections import Counter
 import fastai.basics
 import pytest,torch
@@ -141,11 +141,17 @@ def test_at_every_event_the_model_is_the_users_own(order):
     assert cb.n.keys()>=set(events)-{'after_step'} and learn.mixed_precision.n_skipped==2
     clean(learn)
 
+@functools.cache
+def lines_of(code): return {(code.co_filename,line) for *_,line in code.co_lines()}
+
 class StopAtLine:
     "Counts the lines that run in our modules and in torch's autocast; raises, as a Ctrl-C may, at the `n`-th time of the line `at`"
     files = {torch.amp.autocast_mode.__file__, *(m.__file__ for n,m in sys.modules.items() if n.startswith('fastai_amp16.'))}
     def __init__(self, at=None, n=0): self.at,self.n,self.times,self.raised = at,n,Counter(),False
-    def __call__(self, frame, event, arg): return self.local if frame.f_code.co_filename in self.files else None
+    def __call__(self, frame, event, arg):
+        code = frame.f_code
+        if code.co_filename not in self.files: return None
+        return self.local if self.at is None or self.at in lines_of(code) else None # elsewhere, a trace only takes time
     def local(self, frame, event, arg):
         if event=='line':
             line = frame.f_code.co_filename,frame.f_lineno

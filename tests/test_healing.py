@@ -31,11 +31,15 @@ def test_plain_fp16_fails(name):
     s = zoo[name]
     assert not all(plain_fp16(s.make(0), s.epochs, s.lr, scale)[1]>0.8 for scale in ('dynamic',512))
 
+# epochs after which seeds of fp32 are near to each other: fewer than the benchmark has, and 48 steps where one has 16
+enough = dict(regnety=5, norm_free=4, masked_add=3, masked_fill=3, large_logits=4, rms=3, rms_inline=3, sum_pool=2, cosine=3,
+              large_units=6, tiny_loss=12, broken_pixels=3, backward_only=3)
+
 @quiet
 @pytest.mark.parametrize('name', zoo)
 def test_takes_all_steps_and_reaches_fp32(name):
     "Of two seeds, the mean is no further from fp32's than fp32's own seeds are from each other"
-    s,taken = zoo[name],[]
+    s,taken = zoo[name]._replace(epochs=enough.get(name, zoo[name].epochs)),[]
     def figure(to, seed):
         learn = to(s.make(seed))
         res = hostile.fit(learn, s.epochs, s.lr)

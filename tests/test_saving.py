@@ -130,7 +130,8 @@ def go_on(path):
 @pytest.mark.cpu_only('bit for bit')
 def test_killed_and_resumed_in_a_new_process(tmp_path):
     "Ends where the uninterrupted fit ends, bit for bit: weights, optimizer, scale, random state"
-    def process(what): in_a_process(f'import conftest,test_saving; test_saving.{what}({str(broken)!r})', tmp_path)
+    def process(what):
+        in_a_process(f'import conftest; conftest.prepare(); import test_saving; test_saving.{what}({str(broken)!r})', tmp_path)
     through,broken = tmp_path/'through',tmp_path/'broken'
     whole = fit(resumable(through), 4).mixed_precision
     assert whole.history.loss_scale.nunique()>1 and (whole.history.reruns>0).any() and whole.promoted==['4'] and whole.n_skipped==3
