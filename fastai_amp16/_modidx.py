@@ -692,6 +692,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastai_amp16.snapshot._inside': ('snapshot.html#_inside', 'fastai_amp16/snapshot.py'),
                                        'fastai_amp16.snapshot._is_float': ('snapshot.html#_is_float', 'fastai_amp16/snapshot.py'),
                                        'fastai_amp16.snapshot._is_iterator': ('snapshot.html#_is_iterator', 'fastai_amp16/snapshot.py'),
+                                       'fastai_amp16.snapshot._is_norm': ('snapshot.html#_is_norm', 'fastai_amp16/snapshot.py'),
                                        'fastai_amp16.snapshot._is_small': ('snapshot.html#_is_small', 'fastai_amp16/snapshot.py'),
                                        'fastai_amp16.snapshot._lazy_noted': ('snapshot.html#_lazy_noted', 'fastai_amp16/snapshot.py'),
                                        'fastai_amp16.snapshot._loader_parts': ('snapshot.html#_loader_parts', 'fastai_amp16/snapshot.py'),

@@ -14,10 +14,11 @@ from io import IOBase
 from itertools import chain
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from .nested import Notes,cast_floats,half_types,refill,replace
-from .precision import is_half,unwrap
+from .precision import is_half,norm_types,unwrap
 from .private import buffers_of,compiled_call,no_torch_function,version
 
 # %% ../nbs/08_snapshot.ipynb #841da070
@@ -168,6 +169,10 @@ def _lazy_noted(m):
         for t,kind in ts: t.data,t.__class__ = torch.empty(0, dtype=t.dtype, device=t.device),kind
     return put_back
 
+def _is_norm(o):
+    "Are statistics of `o` wrong only if predictions are? Those of torch's norms are, and their means may be nothing but rounding"
+    return hasattr(o, 'running_mean') and isinstance(o, (*norm_types,LazyModuleMixin))
+
 def _infinite(values): return len([v for v in values if isinstance(v, float) and not math.isfinite(v)])
 
 class ModelState:
@@ -182,7 +187,7 @@ class ModelState:
         for name,root in ('',model),('loss_func',loss_func),*beside:
             for n,o in _owners(root, name): owners.setdefault(id(o), (n,o)) # the model's names win
         self.named = [(n,d) for n,o in owners.values() for d in _attributes(o)]
-        norms = [d for _,o in owners.values() if hasattr(o, 'running_mean') for d in _attributes(o)] # their infinities show in the loss
+        norms = [d for _,o in owners.values() if _is_norm(o) for d in _attributes(o)]
         self.norms,self.rest = _Attributes(norms, _torchs),_Attributes([d for _,d in self.named if not any(d is o for o in norms)], _torchs)
         modules = [o for _,o in owners.values() if isinstance(o, nn.Module)]
         self.modes = [vars(m) for m in modules if 'training' in vars(m)] # not those of TorchScript
@@ -249,10 +254,11 @@ class ModelState:
         return res.to(device, torch.float32, non_blocking=res.device.type=='cpu') # so that the host does not wait for the device
 
     def _all_held(self):
-        return [(n,d,k,ts) for n,d in self.named for k,v in d.items() if k not in _torchs and (ts := _held(v))]
+        norms = {*map(id, self.norms.dicts)}
+        return [(n,d,k,ts) for n,d in self.named if id(d) not in norms for k,v in d.items() if k not in _torchs and (ts := _held(v))]
 
     def carried(self) -> list: # Pairs of a dotted name and a tensor
-        "What modules carry from batch to batch, as tensors, without parameters"
+        "What modules other than torch's norms carry from batch to batch, as tensors, without parameters"
         return [(f'{n}.{k}'.lstrip('.'),t) for n,_,k,ts in self._all_held() for t in ts if not isinstance(t, nn.Parameter)]
 
     def to_fp32(self):

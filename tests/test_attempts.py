@@ -758,7 +758,8 @@ def test_a_step_without_fastais_events_is_named(end, cbs, told):
     assert len(found)==1 and told in found[0]
     assert learn.mixed_precision.step is None
 
-@pytest.mark.parametrize('end', [Learner._do_grad_opt, backward_of('loss_grad'), backward_of('loss'), by_scaler, in_parts, only_step_events])
+@pytest.mark.parametrize('end', [
+    Learner._do_grad_opt, backward_of('loss_grad'), backward_of('loss'), by_scaler, in_parts, only_step_events])
 def test_a_step_of_ones_own_with_events_is_as_good_as_fastais(end):
     (a,_),(b,found) = own_end(end, fp32),own_end(end, fp16)
     assert not found and b.gradient_norm_clip.norms==pytest.approx(a.gradient_norm_clip.norms, rel=0.1)

@@ -205,6 +205,15 @@ def decimals(h):
     d = h.detach()
     for _ in range(8): d = (30*d).frac()
     return d+h-h.detach()
+class Branches(nn.Module):
+    "As in a RepVGG: a batch norm of what another one has centred, whose means are nothing but rounding"
+    def __init__(self):
+        super().__init__()
+        self.inp,self.same,self.lin,self.out = nn.Linear(8, 16),nn.BatchNorm1d(16),nn.Linear(16, 16),nn.Linear(16, 1)
+        self.norm = type('Renamed', (nn.BatchNorm1d,), {})(16)
+    def forward(self, x):
+        x = self.norm(self.inp(x))
+        return self.out((self.same(x)+self.lin(x)).relu())
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -228,6 +237,7 @@ healthy = { # inputs, targets, model, and other arguments of the learner
     'the four largest': (xs, product, lambda: Again(largest, 1)),
     'batch norm of two': (xs, product, lambda: nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)), dict(bs=2, n=32)),
+    'batch norm of a batch norm': (xs, product, Branches),
     'batch norm at the end': (xs, product, lambda: nn.Sequential(mlp(8), nn.BatchNorm1d(1)), dict(bs=4, n=32)),
     'an easy fit': (xs, lambda x: x[:,:1]/2, lambda: nn.Linear(8, 1), dict(lr=0.1, n=960)),
     'classes': (xs, classes, lambda: mlp(8, 3), dict(loss_func=F.cross_entropy)),
