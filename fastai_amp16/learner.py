@@ -198,7 +198,9 @@ def _batch(learn, f):
 def _backward(learn, f):
     "Run `f`, the backward pass; what callbacks of any order compute after it is theirs"
     f()
-    if mp := running(learn): mp.after_backward()
+    if (mp := running(learn)) is None or mp.step is None: return
+    mp.after_backward()
+    if mp.step.loss is None: mp.step.begin_backward(learn.loss_grad) # it ran by `torch.autograd.backward`
 
 def _step(learn, f):
     "Run `f`, the step of the optimizer"

@@ -731,6 +731,10 @@ def in_parts(learn):
         for share in (.25,.75): (share*learn.loss_grad).backward(retain_graph=True)
     learn._with_events(backward, 'backward', CancelBackwardException)
     learn._with_events(learn.opt.step, 'step', CancelStepException)
+def by_autograd(learn):
+    "Not scaled, and judged"
+    learn._with_events(lambda: torch.autograd.backward([learn.loss_grad]), 'backward', CancelBackwardException)
+    learn._with_events(learn.opt.step, 'step', CancelStepException)
 def only_step_events(learn):
     learn.loss_grad.backward()
     learn._with_events(learn.opt.step, 'step', CancelStepException)
@@ -759,7 +763,7 @@ def test_a_step_without_fastais_events_is_named(end, cbs, told):
     assert learn.mixed_precision.step is None
 
 @pytest.mark.parametrize('end', [
-    Learner._do_grad_opt, backward_of('loss_grad'), backward_of('loss'), by_scaler, in_parts, only_step_events])
+    Learner._do_grad_opt, backward_of('loss_grad'), backward_of('loss'), by_scaler, in_parts, by_autograd, only_step_events])
 def test_a_step_of_ones_own_with_events_is_as_good_as_fastais(end):
     (a,_),(b,found) = own_end(end, fp32),own_end(end, fp16)
     assert not found and b.gradient_norm_clip.norms==pytest.approx(a.gradient_norm_clip.norms, rel=0.1)
@@ -774,6 +778,15 @@ def test_nothing_of_a_cancelled_backward_pass_stays():
             if self.iter in (2,5): raise CancelBatchException()
     own_end(Learner._do_grad_opt, fp16, [Cancels()])
     assert not Cancels.modes
+
+@pytest.mark.parametrize('end', [Learner._do_grad_opt, by_autograd])
+def test_no_step_is_taken_with_gradients_that_nothing_can_use(end):
+    "Whatever function runs backward"
+    class Infinite(Callback):
+        def after_loss(self):
+            if self.iter==3: self.learn.loss_grad = self.loss_grad*math.inf
+    learn,_ = own_end(end, fp16, [Infinite()])
+    assert learn.mixed_precision.n_skipped==1 and all(p.isfinite().all() for p in learn.model.parameters())
 
 @pytest.mark.parametrize('cbs', [[], [partial(GradientAccumulation, 64)]])
 def test_weights_that_a_callback_edits_are_no_step(cbs):
