@@ -173,6 +173,6 @@ def main(
     print('\nOn raw counts, to_fp16_dynamic() finds what overflows and keeps it in fp32:')
     fill = partial(textwrap.fill, width=80, initial_indent='- ', subsequent_indent='  ', break_long_words=False, break_on_hyphens=False)
     for r in groups['raw counts']['to_fp16_dynamic()'].mixed_precision.reports: print(f'\n{r}' if reports else fill(r.sentence))
-    if device.type=='cpu' and (slow := _slow(seconds)): print(f'\nSlow here: {slow}. Compare on a GPU.')
+    if device.type=='cpu' and (slow := _slow(seconds)): print('\n'+textwrap.fill(f'Slow here: {slow}. Compare on a GPU.', 80))
     picture(groups).savefig(out, dpi=120)
     print(f'\nPicture of losses, loss scales and gradient norms: {out.absolute()}')
