@@ -133,17 +133,17 @@ needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ('g++','clang++'))
 
 @needs_compiler
 @pytest.mark.parametrize('mode', ['default','reduce-overhead'][:2 if default_device().type=='cuda' else 1]) # the latter means CUDA graphs
-def test_inductor(mode, monkeypatch):
+def test_inductor(mode):
     """Ends where the same loop in fp32, compiled as well, ends; compiled code draws random numbers of its own for dropout
 
     That is no sign of wrong predictions in the 16th step. Kernels without vector instructions are compiled in half the time."""
-    monkeypatch.setattr(inductor.cpp, 'vec_isa_ok', False)
     def run(to):
         torch._dynamo.reset()
         learn = learner(lambda: nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 1)))
         learn.model = torch.compile(learn.model, mode=mode)
         return fit(to(learn), 5)
-    in_fp32,learn = run(fp32),run(partial(fp16, init_scale=2.**8)) # at which nothing overflows
+    with inductor.patch({'cpp.vec_isa_ok': False}):
+        in_fp32,learn = run(fp32),run(partial(fp16, init_scale=2.**8)) # at which nothing overflows
     mp = learn.mixed_precision
     assert len(mp.history)==20 and mp.n_rerun==mp.n_skipped==0 and not mp.reports
     torch.testing.assert_close(torch.stack(learn.recorder.losses), torch.stack(in_fp32.recorder.losses), rtol=0.01, atol=1e-3)
