@@ -135,6 +135,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastai_amp16.compare._gradients': ('compare.html#_gradients', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare._off': ('compare.html#_off', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare._pairs': ('compare.html#_pairs', 'fastai_amp16/compare.py'),
+                                      'fastai_amp16.compare._rounding': ('compare.html#_rounding', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare.are_wrong': ('compare.html#are_wrong', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare.bits_lost': ('compare.html#bits_lost', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare.deviation': ('compare.html#deviation', 'fastai_amp16/compare.py'),

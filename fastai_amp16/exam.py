@@ -140,7 +140,7 @@ class _Exam:
         def more(at, ss): return any(o.is_bad() for i,_ in enumerate(ss) if (o:=self.half.seen.get((*n.frame.call,at,i))))
         return more('out', n.frame.outs) and not more('in', n.frame.ins)
     def coarse(self):
-        "A warning of the first operation whose results are wrong though finite, farther off than rounding explains"
+        "A warning of the first operation whose results are farther off than rounding explains, though predictions are right"
         if not wrong_first(self.half): return
         if not self.case.controls: self.case.make_controls()
         found = {f.call for _,f in wrong_first(self.half, self.case.controls[0])}
@@ -151,7 +151,7 @@ class _Exam:
             if off>2 or top>self.max or n.top<self.finfo.tiny or any(n.module in (o.module,*o.others) for o in self.found): continue
             fact = (f"`{n.op}` computes with numbers up to {top:.4g}, which {self.kind} holds in steps of "
                     f"{self.finfo.eps*2.**math.frexp(top)[1]/2:.3g}: its results differ from fp32's by {off:.0%}. "
-                    "Nothing overflows, so nothing else shows it.")
+                    "The predictions of this batch do not show it.")
             yield Finding('warning', n.module, fact, '{keep}', self.own(n.module, *(o.source.module for o in n.ins)))
     def raises(self, n):
         o = self.half and self.half.open
