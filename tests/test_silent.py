@@ -1,11 +1,12 @@
 "Half precision that is finite and wrong: found in the first batch, named, and kept in fp32; and healthy networks, of which nothing is said"
-import warnings
+import itertools,warnings
 import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,Datasets,L,Learner,OptimWrapper,default_device,nn,noop,partial,
                            set_seed)
 from fastai_amp16.all import AdamW16
-from fastai_amp16.compare import deviation,rounded as rounded_layers
+from fastai_amp16.compare import deviation,rounded as rounded_layers,wrong_first
+from fastai_amp16.exam import training_case
 from fastai_amp16.precision import PrecisionPlan
 from torch.nn.utils import get_total_norm
 from common import Do,both,clean,fit
@@ -465,3 +466,16 @@ def test_gradients_that_are_large_in_fp32_as_well(to, dtype):
     assert mp.history.step[mp.history.reruns>1].tolist()==mp.history.step[mp.history.reruns>0].tolist()==[9]
     assert not mp.promoted and not mp.reports
     assert deviation(predictions(learn), predictions(fp32))<0.1
+
+def test_where_rounding_changes_how_many_numbers_there_are_no_operation_is_to_blame():
+    "As among the tokens of an expert: a control of another shape says nothing"
+    calls = itertools.count()
+    def chosen(h):
+        n = next(calls) # in fp32, in half precision, in the control
+        return h+(h[:8-(n>1)]*(1. if n==0 else -1.)).mean()
+    learn = learner(xs, product, lambda: nn.Sequential(nn.Linear(8, 16), Do(chosen), nn.Linear(16, 1))).to_fp16_dynamic()
+    with training_case(learn) as case:
+        case.fp32 = case.run_fp32()
+        half = case.run(reference=case.fp32)
+        case.make_controls()
+        assert not wrong_first(half, case.controls[0])
