@@ -137,6 +137,7 @@ def collab():
     return EmbeddingDotBias(50, 944, 1665, (0,5.5)),MSELossFlat(),batch
 
 small = {'8 blocks of Linear, LayerNorm and ReLU': blocks, 'tabular model': tabular, 'collaborative filtering': collab}
+
 def careful_fp16(learn):
     "fastai's `to_fp16`, whose autocast leaves norms in half precision on a CPU, with norms in fp32"
     with_fp32_norms(learn.model)

@@ -47,7 +47,8 @@ class DynamicMixedPrecision(MixedPrecision):
     name,order = 'mixed_precision',MixedPrecision.order
     _stateattrs = ('plan','ranks','step','states','resumed','left_out','context','meant')
     plan = ranks = step = states = resumed = left_out = context = None
-    meant,randoms,skipped,agreed,carries = None,(),False,False,False # a model whose infinite predictions are so in fp32, until it trains
+    meant = None # the model whose infinite predictions are so in fp32 as well, until it trains
+    randoms,skipped,agreed,carries = (),False,False,False
     looks,told = False,None # is it used for a report? what was said last of other mixed precisions
     stopped = None # why the last fit ended early, as a sentence; `None` if it did not, or if other code ended it
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
@@ -298,8 +299,8 @@ class DynamicMixedPrecision(MixedPrecision):
                    can_rerun, # Can the batches of this step run again?
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
-        s,norms = self.scaler,self.log.norms
-        scales = s.is_enabled()
+        s,steps = self.scaler,self.log.steps
+        scales,norms = s.is_enabled(),[norm for *_,skipped,norm in steps[max(self.log.fit_start, len(steps)-32):] if not skipped]
         carried,self.carries = self.carries and self.training,self.carries and not self.training
         self.step = Step(Batches(self.learn, entry, *self.states, carried), self.ranks, scale=s.get_scale(), settled=s.settled,
                          floor=s.min_scale if can_rerun and scales and s.dynamic else None, static=scales and not s.dynamic,

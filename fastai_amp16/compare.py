@@ -137,12 +137,6 @@ def _off(s):
     "How far a tensor is from that of the reference"
     return deviation(s.sample, s.ref.sample) if s.ref and s.sample is not None and s.ref.sample is not None else 0.
 
-def _rounding(s, control):
-    "How far off rounding makes the tensor, according to a control; infinitely if it changes how many numbers there are"
-    c = control.seen.get(s.key) if control else None
-    if c is None or c.sample is None or s.ref.sample is None: return 0.
-    return _off(c) if c.sample.shape==s.ref.sample.shape else math.inf
-
 def wrong_first(
     run:Recording, # In half precision, with the one in fp32 as its reference
     control:Recording=None, # In fp32 with rounded outputs: what is as far off there is not to blame
@@ -156,7 +150,9 @@ def wrong_first(
         d = _off(s)
         if d<=wrong: return False
         if amplified and (f.op in (None,*_many_steps) or f.name==loss_name or d==math.inf or not are_many(s)): return False
-        return d>_farther*max(_rounding(s, control), *map(_off, f.ins), 0.)
+        rounding = control.seen.get(s.key) if control else None
+        if rounding and rounding.sample is not None and rounding.sample.shape!=s.sample.shape: return False # it changes how many there are
+        return d>_farther*max([_off(rounding) if rounding else 0., *map(_off, f.ins)])
     return [('forward',f) for f in itertools.islice((f for f,where,s in run.events if where=='out' and is_wrong(f, s)), 1)]
 
 # %% ../nbs/13_compare.ipynb #18cb073b

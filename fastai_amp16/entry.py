@@ -61,8 +61,7 @@ _came_in = 'nodes of the inputs of a forward pass' # a key in the metadata of th
 class Entry:
     "The stand-ins of one model, and the precision plan of its forward passes"
     def __init__(self):
-        self.model,self.inside,self.casts = None,False,_SharedCasts([])
-        self.passes = 0 # forward passes in half precision so far; what an activation checkpoint runs again does not count
+        self.model,self.inside,self.casts,self.passes = None,False,_SharedCasts([]),0 # `passes` in half precision, without recomputations
         self._plan,self._roles,self.placed = None,{},{} # stand-ins by module and attribute
         self.around_next = None # called instead of the next forward pass, with functions that make it and that try it by another plan
 

@@ -6,7 +6,6 @@
 __all__ = ['History', 'LossScale', 'SkippedSteps', 'GradNorm', 'plot_history', 'fp32_first']
 
 # %% ../nbs/18_history.ipynb #68e3d9a3
-from collections import deque
 from fastai.basics import *
 from matplotlib.ticker import LogFormatter
 
@@ -17,12 +16,10 @@ class History:
         self.steps,self.epoch_start,self.n_rerun,self.n_skipped,self.fruitless,self.skipped_in_a_row = [],0,0,0,0,0
         self.fits,self.fit_start,self.ending = [],0,'none' # 'fit' or 'lr_find' for each; where the last one starts, and how it ended
         self.kept_since = {} # the step since which a module is in fp32, by the name in `promoted`
-        self.norms = deque(maxlen=32) # of the gradients in the last steps of this fit
 
     def begin_fit(self, kind:str): # 'fit' or 'lr_find'
         "The steps from now on belong to a new fit"
         self.fits.append(kind)
-        self.norms.clear()
         self.fit_start,self.ending = len(self.steps),'ended by a callback or an exception' # unless its end is reached
 
     def add(self,
@@ -38,9 +35,7 @@ class History:
         self.steps.append((fit, self.fits[fit] if self.fits else '', epoch, lr, loss_scale, reruns, skipped, grad_norm))
         self.n_rerun += reruns
         self.n_skipped += skipped
-        if not skipped:
-            self.norms.append(grad_norm)
-            self.skipped_in_a_row = 0
+        if not skipped: self.skipped_in_a_row = 0
         if reruns and not skipped: self.fruitless = 0
 
     @property

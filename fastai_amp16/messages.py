@@ -44,10 +44,9 @@ _instead = {name: advice for names,advice in { # the names in fastai, apex, Deep
 
 def _advice(name, names):
     "What to write instead of the keyword `name`, where `names` are allowed"
-    advice = _instead.get(name, '')
-    is_scaling = name in signature(DynamicScaler).parameters or advice.startswith('use ')
+    is_scaling = name in signature(DynamicScaler).parameters or _instead.get(name, '').startswith('use ')
     if is_scaling and 'init_scale' not in names: return 'leave it out, since bf16 needs no loss scale'
-    if advice: return advice
+    if name in _instead: return _instead[name]
     near = get_close_matches(name, names, 1)
     return f'use `{near[0]}`' if near else f"the arguments are {', '.join(names)}"
 

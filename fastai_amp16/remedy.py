@@ -9,6 +9,7 @@ __all__ = ['likeness', 'Reason', 'heal']
 import math,re
 from dataclasses import dataclass,replace
 from fastai.basics import *
+from .report import covers
 from .record import Recording,loss_name
 from .case import Case,faults,has_code
 
@@ -28,10 +29,6 @@ def _scale_that_fits(case, promoted=()):
     return 2.**good
 
 # %% ../nbs/16_remedy.ipynb #78e9261b
-def _covers(promoted, o):
-    "Is `o` kept in fp32 already?"
-    return any(o==p or p=='' or o.startswith(p+'.') for p in promoted)
-
 def likeness(
     case:Case, # A case with the model
     o:str # A name, as in `keep_fp32`
@@ -89,18 +86,18 @@ class _Search:
         "Keep what was `found` in this phase by any rank"
         frames,before = groupby((f for p,f in found if p==phase and f.name!=loss_name), lambda f: f.name),list(self.kept)
         for name in self.joined(frames): # in the order of the first fault
-            new = next((o for o in self.ladder(name) if not _covers(before, o)), None)
+            new = next((o for o in self.ladder(name) if not covers(before, o)), None)
             if new is None or not new and name: continue # the whole model is the last resort
             why = Reason(phase, frames[name][0], half) if name in frames else Reason(phase, None, None)
-            if not _covers(self.kept, new) or new in self.kept and self.kept[new].alike: self.kept[new] = why
+            if not covers(self.kept, new) or new in self.kept and self.kept[new].alike: self.kept[new] = why
             for o in self.alike.get(likeness(self.case, new), ()) if alike else ():
-                if not _covers(self.kept, o): self.kept[o] = replace(why, alike=True)
+                if not covers(self.kept, o): self.kept[o] = replace(why, alike=True)
 
     def last(self, why):
         "If no module can be named, keep what ran last, then twice as much, and so on, and at last everything"
         events = why.half.events or self.case.fp32.events
         ran = self.joined(f.name for f,where,_ in reversed(events) if where=='out' and f.name!=loss_name)
-        todo = [o for name in ran if (o:=next(self.ladder(name))) and not _covers(self.kept, o)]
+        todo = [o for name in ran if (o:=next(self.ladder(name))) and not covers(self.kept, o)]
         n,self.back = self.back,2*self.back
         self.kept.update(dict.fromkeys(todo[:n] or ([] if '' in self.kept else ['']), why))
 
@@ -127,7 +124,7 @@ class _Search:
 
     def parts(self, o):
         "The modules in `o` one by one, each without those that it calls"
-        ran = dict.fromkeys(f.name for f in self.case.fp32.frames if f.name!=loss_name and _covers([o], f.name))
+        ran = dict.fromkeys(f.name for f in self.case.fp32.frames if f.name!=loss_name and covers([o], f.name))
         return [o] if o.endswith('.') else list(dict.fromkeys(next(self.ladder(n)) for n in ran))
 
     def drop(self):

@@ -128,6 +128,7 @@ class _Attributes:
 
 # %% ../nbs/08_snapshot.ipynb #52ffa5ff
 _torchs = {*vars(nn.Module()), 'forward', compiled_call, '__reduce_ex__'} # attributes of torch, and those of stand-ins
+_norms = *norm_types,LazyModuleMixin # their statistics are wrong only if predictions are, and a mean may be nothing but rounding
 
 def _inside(o):
     if isinstance(o, dict): return list(dict.values(o)) if dict.__len__(o)<=_short else [] # a subclass may override `values`
@@ -169,10 +170,6 @@ def _lazy_noted(m):
         for t,kind in ts: t.data,t.__class__ = torch.empty(0, dtype=t.dtype, device=t.device),kind
     return put_back
 
-def _is_norm(o):
-    "Are statistics of `o` wrong only if predictions are? Those of torch's norms are, and their means may be nothing but rounding"
-    return hasattr(o, 'running_mean') and isinstance(o, (*norm_types,LazyModuleMixin))
-
 def _infinite(values): return len([v for v in values if isinstance(v, float) and not math.isfinite(v)])
 
 class ModelState:
@@ -187,7 +184,7 @@ class ModelState:
         for name,root in ('',model),('loss_func',loss_func),*beside:
             for n,o in _owners(root, name): owners.setdefault(id(o), (n,o)) # the model's names win
         self.named = [(n,d) for n,o in owners.values() for d in _attributes(o)]
-        norms = [d for _,o in owners.values() if _is_norm(o) for d in _attributes(o)]
+        norms = [d for _,o in owners.values() if hasattr(o, 'running_mean') and isinstance(o, _norms) for d in _attributes(o)]
         self.norms,self.rest = _Attributes(norms, _torchs),_Attributes([d for _,d in self.named if not any(d is o for o in norms)], _torchs)
         modules = [o for _,o in owners.values() if isinstance(o, nn.Module)]
         self.modes = [vars(m) for m in modules if 'training' in vars(m)] # not those of TorchScript

@@ -361,10 +361,9 @@ class ScaledBackward(TorchFunctionMode):
         if func is not Tensor.backward: return func(*args, **(kwargs or {}))
         (loss,*args),step = args,self.owner.step # not the one of the beginning if a callback asks for a report now
         gradients = step.batches.gradients
-        before = gradients.scale
         step.begin_backward(loss)
         try: func(gradients.scaled(loss, step.loss_scale), *args, **{**(kwargs or {}), **self.more})
-        finally: gradients.rescale(before)
+        finally: gradients.rescale(1.)
         if step.conclude(waits=True) is Next.skip:
             for p in gradients.held(): p.grad.zero_() # no other code should use these
 

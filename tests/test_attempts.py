@@ -717,24 +717,25 @@ def backward_of(name):
         learn('after_backward')
         learn._with_events(learn.opt.step, 'step', CancelStepException)
     return f
+def backward_by(f):
+    def end(learn):
+        learn._with_events(partial(f, learn), 'backward', CancelBackwardException)
+        learn._with_events(learn.opt.step, 'step', CancelStepException)
+    end.__name__ = f.__name__
+    return end
+@backward_by
 def by_scaler(learn):
-    "As in a loop written for `GradScaler`, between fastai's events"
-    def backward():
-        scaler = getattr(learn, 'scaler', None)
-        (scaler.scale(learn.loss_grad) if scaler else learn.loss_grad).backward()
-        if scaler: scaler.unscale_(learn.opt)
-    learn._with_events(backward, 'backward', CancelBackwardException)
-    learn._with_events(learn.opt.step, 'step', CancelStepException)
+    "As in a loop written for `GradScaler`"
+    scaler = getattr(learn, 'scaler', None)
+    (scaler.scale(learn.loss_grad) if scaler else learn.loss_grad).backward()
+    if scaler: scaler.unscale_(learn.opt)
+@backward_by
 def in_parts(learn):
-    "Each part of the loss runs backward by itself"
-    def backward():
-        for share in (.25,.75): (share*learn.loss_grad).backward(retain_graph=True)
-    learn._with_events(backward, 'backward', CancelBackwardException)
-    learn._with_events(learn.opt.step, 'step', CancelStepException)
+    for share in (.25,.75): (share*learn.loss_grad).backward(retain_graph=True)
+@backward_by
 def by_autograd(learn):
     "Not scaled, and judged"
-    learn._with_events(lambda: torch.autograd.backward([learn.loss_grad]), 'backward', CancelBackwardException)
-    learn._with_events(learn.opt.step, 'step', CancelStepException)
+    torch.autograd.backward([learn.loss_grad])
 def only_step_events(learn):
     learn.loss_grad.backward()
     learn._with_events(learn.opt.step, 'step', CancelStepException)

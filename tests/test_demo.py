@@ -8,6 +8,12 @@ from fastai_amp16.demo import main,train,trainings
 
 exe = Path(sys.executable).parent/'fastai_amp16_demo'
 
+def accuracy(*args, **kwargs): return train(*args, **kwargs)[1]['accuracy']
+
+def test_accuracy_is_within_a_point_of_fp32():
+    fp32,fp16 = [[accuracy('digits', p, 5, seed=seed) for seed in range(2)] for p in ('fp32','to_fp16_dynamic()')]
+    assert min(fp32)>0.97 and sum(fp16)/2==pytest.approx(sum(fp32)/2, abs=0.01)
+
 @pytest.fixture(scope='module')
 def told(tmp_path_factory):
     "What the command prints, as a user types it, and where its picture is by default"

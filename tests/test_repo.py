@@ -18,7 +18,7 @@ nbs = sorted((root/'nbs').rglob('*.ipynb'), key=lambda o: -o.stat().st_size) # l
 
 limits = {'lines of a module': 400, 'lines of a function': 40, 'complexity': 10, 'lines of the package': 3800}
 # TODO: lines that the package is above its limit today
-above_today = 1929
+above_today = 1920
 
 @pytest.fixture(scope='module')
 def fresh(tmp_path_factory):

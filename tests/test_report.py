@@ -111,6 +111,16 @@ def test_the_producer_is_shown_wherever_it_stands(n, at, more):
     assert str(r).splitlines()[-1].startswith('  '+left+'`.table`')==bool(more) and (left+'<code>.table</code>' in page)==bool(more)
     assert 'and 0 more' not in page+str(r)
 
+@pytest.mark.parametrize('promoted,want', [
+    (['m8'], [8,0,1,2]), (['m8','m2'], [2,8,0,1]), (['m7.'], [7,0,1,2]), (['m5'], [5,0,1,2]), (['box'], [13,14,0,1]), (['box.'], [0,1,2,3]),
+    (['box.a'], [13,0,1,2]), (['m'], [0,1,2,3]), ([''], [0,1,2,3]), (['.'], [15,0,1,2]), ([], [0,1,2,3])])
+def test_what_stays_in_fp32_is_shown(promoted, want):
+    "After the producer, with what is inside, and the one with the least room first"
+    rows = [*many(13), row('box.a', 13.), row('box.b.c', 14.), row('', 15.)]
+    names = [o['module'] or '(the' for o in rows]
+    assert [o.replace('(the model)', '(the') for o in _top(report(*rows, promoted=promoted))]==[names[i] for i in want]
+    assert _top(report(*rows, producer='m11', promoted=promoted))==['m11', *(names[i] for i in want[:3])]
+
 def _top(r): return [o[2:].split()[0] for o in lines(r)[1:5]]
 
 def test_the_index_of_the_table_is_of_no_account():
