@@ -11,9 +11,10 @@ from contextlib import nullcontext,suppress
 from dataclasses import dataclass,replace
 from fastai.basics import *
 from .compare import are_wrong,lost,rounded,wrong_first
-from .entry import eager
+from .comparable import comparable,eager
 from .nested import cast_floats
 from .precision import PrecisionPlan,as_list,own_forward
+from .private import is_out_of_memory
 from .record import Recording,loss_name,sampled
 from .rerun import Left,not_faults
 from .step import Next,Step,are_too_large
@@ -62,9 +63,10 @@ def _record_batch(case, rec, loss_func):
         if case.ranks.size==1: raise
         if rec.waits: case.ranks.some(True) # the others are about to ask, and have other batches after this one
 
-def _run(case, rec, loss_func, plan):
+def _run(case, rec, loss_func, plan, compares):
     batches,learn = case.batches,case.learn
-    with case.ranks.no_sync(), eager(), torch.set_grad_enabled(case.backward), rec if rec.modules else nullcontext():
+    draws,records = comparable() if compares else eager(),rec if rec.modules else nullcontext()
+    with case.ranks.no_sync(), draws, torch.set_grad_enabled(case.backward), records:
         try: batches.run(plan, partial(_record_batch, case, rec, loss_func), to_the_end=True)
         except (Left,*not_faults): pass
         except Exception as e: rec.fail(e)
@@ -81,8 +83,10 @@ def _that_raised(case, rec):
         f = next((o for o in reversed(rec.frames) if o.parent is f and not o.op), None)
     return f or rec.open
 
-def _record(case, modules, plan=None, scale=1., **kwargs):
-    "Run all batches and record what goes through the modules, or the exception that they raise; then restore everything"
+def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
+    """Run all batches and record what goes through the modules, or the exception that they raise; then restore everything
+
+    Without `compares`, random numbers are those of a batch of the fit. Raises what is raised for want of memory."""
     case.tell()
     case.ranks.gather() # all begin the run, or none does, if one of them has failed
     step,batches,entry = case.step,case.batches,case.batches.entry
@@ -91,7 +95,7 @@ def _record(case, modules, plan=None, scale=1., **kwargs):
     rec.modules,rec.waits = modules,False # are they recorded? will the other ranks ask this one before the backward pass?
     step.begin_attempt(Next.again, scale)
     step.ends,entry.around_next = partial(_ends, case, rec),None # this is not the beginning of a step
-    try: _run(case, rec, loss_func, plan)
+    try: _run(case, rec, loss_func, plan, compares)
     finally:
         rec.end()
         rec.open = _that_raised(case, rec)
@@ -99,6 +103,7 @@ def _record(case, modules, plan=None, scale=1., **kwargs):
         vars(step).update(before)
         entry.plan,entry.around_next = at_before
         batches.put_back() # the caller needs the statistics of the start of the step
+    if rec.error is not None and is_out_of_memory(rec.error): raise rec.error # which is nobody's fault
     return rec
 
 def has_code(m:nn.Module): # Any module
@@ -148,10 +153,11 @@ class Case:
         promoted=(), # As in `plan`
         scale:float=None, # The loss scale; that of the batch by default
         modules:bool=True, # Record all modules, or only check the results?
+        compares:bool=True, # Is the run compared with another one? Then its random numbers are those of any precision
         **kwargs # Passed to `Recording`
     ) -> Recording: # With `finite`, `error`, `pred`, `frames` and more
         "Run the batches in half precision, and restore everything"
-        return _record(self, modules, plan=self.plan(promoted), scale=scale or self.scale, **kwargs)
+        return _record(self, modules, plan=self.plan(promoted), scale=scale or self.scale, compares=compares, **kwargs)
 
     def run_fp32(self,
         modules:bool=True, # As in `run`
@@ -180,7 +186,7 @@ class Case:
         scale:float=None # As in `run`
     ) -> bool:
         "Run the batches in half precision: do they fit on all ranks?"
-        return self.ranks.every(self.fits(self.run(promoted, scale, modules=False)))
+        return self.ranks.every(self.fits(self.run(promoted, scale, modules=False, compares=self.silent)))
 
     # of this rank's batch
     def fits(self, half:Recording): # A run in half precision

@@ -9,49 +9,83 @@ __all__ = ['wrong', 'deviation', 'bits_lost', 'loss_deviation', 'rounded', 'lost
 import itertools,math
 from contextlib import contextmanager,nullcontext
 from fastai.basics import *
-from .entry import eager
+from .comparable import comparable,eager
 from .nested import replace,tensors
 from .precision import PrecisionPlan
-from .private import compiled,version
+from .private import compiled,is_out_of_memory
 from .record import Recording,loss_name,sampled
-from .snapshot import ModelState,all_noted,unchanged
+from .snapshot import AllNoted,ModelState,unchanged
 from .step import Step
 
 # %% ../nbs/13_compare.ipynb #e952630e
+_at_once = 2**18 # numbers; a comparison takes memory for a few times as many, however large the predictions are
+
 def _pairs(a, b):
-    "Pairs of tensors in `a` and `b`, as float64, with 0 where either is not finite"
+    "Pairs of tensors in `a` and `b`"
     for x,y in zip(tensors(a), tensors(b)):
         if x.shape!=y.shape: continue # the shape depends on the values, as for boxes
         x,y = x.detach(),y.detach() # even `isfinite` would save a tensor for a backward pass, and activation checkpoints count those
-        if x.layout!=torch.strided: x,y = x.to_dense(),y.to_dense()
-        yield [torch.where(x.isfinite() & y.isfinite(), o, 0).to(torch.complex128 if o.is_complex() else torch.float64) for o in (x,y)]
+        yield (x,y) if x.layout==torch.strided else (x.to_dense(),y.to_dense())
+
+def _parts(t):
+    "Parts of `t` of about `_at_once` numbers at most, each with all samples"
+    if t.dim()<2 or t.numel()<=_at_once: return [t]
+    dim = max(range(1, t.dim()), key=t.shape.__getitem__)
+    return t.split(max(1, _at_once*t.shape[dim]//t.numel()), dim)
+
+def _finite(x, y):
+    "Both as float64, with 0 where either is not finite"
+    both = x.isfinite() & y.isfinite()
+    return [torch.where(both, o, 0).to(torch.complex128 if o.is_complex() else torch.float64) for o in (x,y)]
+
+def _distances(pairs, centered=False):
+    "For each pair, the norms of its difference and of the second tensor (`centered`: without the mean over samples), in one read"
+    def sums(x, y):
+        x,y = _finite(x, y)
+        spread = y-y.mean(0) if centered and y.dim() and len(y)>1 else y
+        return torch.stack([o.abs().square().sum() for o in (x-y,spread)])
+    res = [torch.stack([sums(*o) for o in zip(_parts(x), _parts(y))]).sum(0) for x,y in pairs]
+    return torch.stack(res).sqrt().tolist() if res else []
 
 def deviation(
     pred, # Predictions: tensors, or containers of tensors
     reference # The predictions as they should be
 ) -> float: # 0 if both are the same, about 1 if they have nothing in common; infinite if all samples of the reference are the same
     "The distance between two predictions, relative to how the reference differs from sample to sample"
-    res = [0.]
-    for a,b in _pairs(pred, reference):
-        spread = b-b.mean(0) if b.dim() and len(b)>1 else b
-        if (d := (a-b).norm()): res.append((d/spread.norm()).item())
-    return max(res)
+    ds = _distances(_pairs(pred, reference), centered=True)
+    return max((d/spread if spread else math.inf for d,spread in ds if d), default=0.)
 
 # %% ../nbs/13_compare.ipynb #9250bbf6
-def _gradients(learn, pred):
+def _gradients(learn, pred, yb):
     "The gradients of the loss with respect to predictions, as one list; `None` if the loss function cannot take these"
     leaves = []
     def leaf(t):
         if not t.is_floating_point(): return t
-        leaves.append(t.detach().clone().requires_grad_())
+        leaves.append(t.detach().requires_grad_())
         return leaves[-1]
     def same(t): return t
     try: # with hooks, so that those of an activation checkpoint around the model do not see these tensors
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(same, same):
-            loss = learn.loss_func(replace(pred, leaf), *learn.yb)
+            loss = learn.loss_func(replace(pred, leaf), *yb)
             grads = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
-    except Exception: return None
+    except Exception as e:
+        if is_out_of_memory(e): raise
+        return None
     return [torch.zeros_like(t) if g is None else g for t,g in zip(leaves, grads)]
+
+def _chunks(pred, yb):
+    "In how many chunks of samples to look at the loss: with large predictions, it would need room for several times their size"
+    n,ts = sum(t.numel() for t in tensors(pred))//_at_once,[]
+    if n<2: return 1
+    replace((pred,yb), lambda t: ts.append(t) or t)
+    return min(n, len(ts[0])) if all(t.dim() and len(t)==len(ts[0]) for t in ts) else 1
+
+def _gradient_pairs(learn, pred, reference, n):
+    "Pairs of gradients of the loss, chunk by chunk; `None` for a chunk that the loss function cannot take"
+    def chunk(o, i): return o if n==1 else replace(o, lambda t: t.tensor_split(n)[i])
+    for i in range(n):
+        grads = [_gradients(learn, *(chunk(o, i) for o in (p,learn.yb))) for p in (reference,pred)]
+        yield None if grads[0] is None else _distances(_pairs(grads[1] or (), grads[0]))
 
 def bits_lost(
     t:Tensor, # In half precision; `None` where nothing is known of it
@@ -68,10 +102,13 @@ def loss_deviation(
     reference # The predictions as they should be
 ) -> float: # `None` if there are no targets, or the loss function cannot take such predictions
     "The distance between the gradients of the loss with respect to two predictions, relative to the size of those for the reference"
-    if not learn.yb or (wanted := _gradients(learn, reference)) is None: return
-    pairs = list(_pairs(_gradients(learn, pred) or (), wanted))
-    d,size = [math.sqrt(sum(o.square().sum().item() for o in os)) for os in ([a-b for a,b in pairs],[b for _,b in pairs])]
-    return d/size if size else math.inf*(d>0) if d else 0.
+    if not learn.yb: return
+    for n in {_chunks(reference, learn.yb): None, 1: None}: # where a loss function cannot take a chunk, it may take the batch
+        ds = list(_gradient_pairs(learn, pred, reference, n))
+        if None not in ds: break
+    else: return
+    d,size = [math.hypot(*os) for os in zip((0.,0.), *(o for chunk in ds for o in chunk))]
+    return (d/size if size else math.inf) if d else 0.
 
 # %% ../nbs/13_compare.ipynb #3d0c9b52
 _half_layers = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase)
@@ -123,11 +160,11 @@ def are_wrong(
 ) -> bool: # Without `controls`, only whether it may be so
     "Are predictions farther from fp32's than rounding explains?"
     pred,reference,control = [o.pred for o in (run, reference, (controls or [run])[0])]
-    off,of_loss = deviation(pred, reference),loss_deviation(learn, pred, reference)
-    times = _times if controls else 0
+    off,times = deviation(pred, reference),_times if controls else 0
+    if off<=_matters: return False # where almost nothing is left to learn, any rounding is much for the loss
+    of_loss = loss_deviation(learn, pred, reference)
     if off>max(wrong, times*deviation(control, reference)) and (of_loss is None or of_loss>_matters): return True
-    if of_loss is None or off<=_matters: return False # where almost nothing is left to learn, any rounding is much for the loss
-    return of_loss>max(wrong, times*(loss_deviation(learn, control, reference) or 0.))
+    return of_loss is not None and of_loss>max(wrong, times*(loss_deviation(learn, control, reference) or 0.))
 
 # %% ../nbs/13_compare.ipynb #8e0c4d51
 _farther = 4 # a result this many times as far off as what went in, or as rounding explains, is wrong
@@ -144,7 +181,7 @@ def wrong_first(
 ) -> list: # Of one pair at most: 'forward' and a frame
     "Find the first call whose results are wrong though what it took in is nearly right"
     def are_many(s): # of the numbers off?
-        (a,b), = _pairs(s.sample, s.ref.sample)
+        a,b = _finite(s.sample, s.ref.sample)
         return ((a-b).abs()>wrong*(b-b.mean(0)).square().mean().sqrt()).double().mean()>wrong
     def is_wrong(f, s):
         d = _off(s)
@@ -158,15 +195,56 @@ def wrong_first(
 # %% ../nbs/13_compare.ipynb #18cb073b
 _first,_most = 16,256 # the gaps between steps that are compared begin with this number of steps, and double up to that
 
-def _amplifies(plan, control, tried):
-    "Does one operation make many numbers wrong in half precision?"
-    rec = None
-    for by in (None,plan): # fp32 is the reference
-        rec = Recording(plan.model, plan.dtype, by, reference=rec)
-        try: control(rec, by, f=rec.begin(tried, ''))
-        finally: rec.end()
-        rec.read()
-    return bool(wrong_first(rec, amplified=True))
+def _random_states(): return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+
+class _Trials:
+    "Makes the first call of the model in a batch by other plans, without a trace"
+    def __init__(self, learn, state, aside): # `state`: a `ModelState`; `aside` as for `Comparison.make`
+        self.learn,self.state,self.aside,self.draws = learn,state,aside,False
+        self.noted,self.before = AllNoted(learn),sampled(state.carried())
+
+    def left(self, pred):
+        "Predictions, and what the modules carry now, as in a `Recording`"
+        return SimpleNamespace(pred=pred, left=sampled(self.state.carried()))
+
+    def calls(self, plan, n=1):
+        "What comes of `n` calls"
+        before = _random_states()
+        res = self.left([self.aside(plan) for _ in range(n)][-1])
+        self.draws = self.draws or not all(map(torch.equal, before, _random_states()))
+        return res
+
+    def run(self, plan):
+        "What comes of a call before the batch's own one"
+        with unchanged(self.learn, noted=self.noted), comparable(), torch.no_grad(): return self.calls(plan)
+
+    def control(self, context, plan=None, n=1, f=None):
+        "What comes of calls, or of `f`, in a context, after the batch's own call"
+        with unchanged(self.learn), comparable(), torch.no_grad():
+            self.noted.put_back()
+            with context: return (f or self.calls)(plan, n)
+
+    def differ(self, half, fp32, *controls):
+        "Are predictions wrong, or what goes to the next batch?"
+        with unchanged(self.learn), eager(), torch.no_grad(): # the loss function may count its calls
+            off = are_wrong(self.learn, half, fp32, *controls)
+        return off or bool(lost(half, fp32, self.before, *controls))
+
+    def amplifies(self, plan):
+        "Does one operation make many numbers wrong in half precision?"
+        rec = None
+        for by in (None,plan): # fp32 is the reference
+            rec = Recording(plan.model, plan.dtype, by, reference=rec)
+            try: self.control(rec, by, f=rec.begin(self.calls, ''))
+            finally: rec.end()
+            rec.read()
+        return bool(wrong_first(rec, amplified=True))
+
+    def are_wrong(self, half, fp32, plan):
+        "Is half precision at fault where `half` and `fp32` differ? Not if rounding explains it, or if two runs in fp32 differ as well"
+        twice = self.control(nullcontext(), n=2)
+        if self.differ(half, fp32, [self.control(rounded(plan)),twice]): return True
+        return self.amplifies(plan) and self.differ(half, fp32, [self.control(rounded(plan, torch.float32)),twice])
 
 class Comparison:
     "Compares the predictions of a few batches with fp32's"
@@ -199,34 +277,21 @@ class Comparison:
     ): # The result of `call`
         """Compare the predictions of one batch
 
-        All processes do so in the same step. Compiled code does not run for it, since it draws random numbers in its own way."""
-        batches = step.batches
+        All processes do so in the same step; several of them run the controls together, in the diagnosis. Where memory is too small for it,
+        nothing is compared."""
+        batches,fp32,half = step.batches,None,None
         learn,self.weights = batches.learn,batches.model_state.weights()
         if learn.training: self.is_due = False
-        begin,before = all_noted(learn),sampled(batches.model_state.carried())
-        def left(pred): return SimpleNamespace(pred=pred, left=sampled(batches.model_state.carried())) # as in a `Recording`
-        def tried(plan, n=1):
-            "What comes of `n` calls by another plan, without a trace"
-            weights = [(p,version(p),p.detach().clone()) for p in batches.model_state.params] # some models write to them
-            try:
-                with unchanged(learn, put_back=begin), eager(), torch.no_grad(): return left([aside(plan) for _ in range(n)][-1])
-            finally:
-                for p,v,copy in weights:
-                    if version(p)!=v: p.data.copy_(copy)
-        def control(context, plan=None, n=1, f=tried):
-            with unchanged(learn):
-                begin() # the state before the call
-                with context: return f(plan, n)
-        def differ(*controls): # the loss function may count its calls
-            with unchanged(learn), eager(), torch.no_grad(): off = are_wrong(learn, half, fp32, *controls)
-            return off or bool(lost(half, fp32, before, *controls))
-        try: fp32,half = tried(None),tried(plan) if any(map(compiled, learn.model.modules())) else None
-        except Exception: return call() # which raises the same exception, unless memory was too small for the comparison
-        res = call()
-        half = half or left(res)
-        step.silent = differ()
-        if step.silent and step.ranks.size==1: # several processes run the controls together, in the diagnosis
-            twice = control(nullcontext(), n=2)
-            step.silent = differ([control(rounded(plan)), twice]) or (
-                _amplifies(plan, control, tried) and differ([control(rounded(plan, torch.float32)), twice]))
+        try:
+            trials = _Trials(learn, batches.model_state, aside)
+            fp32 = trials.run(None)
+            # the batch's own call draws other numbers, or as compiled code does
+            if trials.draws or any(map(compiled, learn.model.modules())): half = trials.run(plan)
+        except Exception: fp32 = None
+        res = call() # which raises the same exception, unless memory was too small for the comparison
+        if fp32 is None: return res
+        half = half or trials.left(res)
+        try: step.silent = trials.differ(half, fp32) and (step.ranks.size>1 or trials.are_wrong(half, fp32, plan))
+        except Exception as e:
+            if not is_out_of_memory(e): raise
         return res

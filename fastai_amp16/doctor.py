@@ -15,7 +15,7 @@ from .nested import half_types
 from .precision import class_named,convs,names_of,unwrap
 from .report import PrecisionReport,as_html,colors,keep_code,listed,styler
 from .record import loss_name
-from .messages import emulates_bf16
+from .recurrent import cudnn_has_bf16,emulates_bf16
 from .learner import looking,running
 from .exam import training_case,Finding,casts,check,examine,largest,moves
 
@@ -377,6 +377,13 @@ def _sizes(e):
     if odd:
         yield Finding('speed', next(iter(odd)), f"Sizes that are not multiples of 8 ({listed(sizes)}) slow tensor cores down.",
             '# '+', '.join(f'{8*math.ceil(s/8)} instead of {s}' for s in sizes), [], [*odd][1:])
+
+@check
+def _recurrent(e):
+    found = [n for n,m in e.modules.items() if isinstance(m, nn.RNNBase) and m in e.plan.in_fp32]
+    if e.device.type!='cuda' or e.dtype!=torch.bfloat16 or cudnn_has_bf16() or not found: return
+    fact = "Recurrent layers compute in fp32 here: cuDNN takes bf16 in them from 9.13 on, with PyTorch 2.10 or newer."
+    yield Finding('speed', found[0], fact, 'learn.to_fp16_dynamic()  # or update PyTorch', [], found[1:])
 
 @check
 def _memory_format(e):

@@ -10,6 +10,7 @@ from dataclasses import dataclass,field
 from enum import Enum
 from fastai.basics import *
 from .precision import names_of
+from .private import is_out_of_memory
 from .report import error_in_words,in_words,keep_code
 from .ranks import RankFailed
 from .step import Next
@@ -55,7 +56,7 @@ def _of_this_rank(case, error):
     except RankFailed: return None,None,None
     except Exception as e:
         e.__traceback__ = None # its frames refer to `e`
-        memory,by_fp32 = isinstance(e, (MemoryError,torch.OutOfMemoryError)),case.fp32 is not None and e is case.fp32.error
+        memory,by_fp32 = is_out_of_memory(e),case.fp32 is not None and e is case.fp32.error
         why = f"{'in fp32 the batch' if by_fp32 else 'it'} raises {error_in_words(e)}"
         if memory: why = "there is not enough memory to run the batch in fp32"
         if by_fp32 and error is not None: return None,Verdict.raises,None

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['bare_step', 'not_again', 'static_overflow', 'cannot_rerun', 'PrecisionWarning', 'warn_user', 'check_keywords',
-           'emulates_bf16', 'refuse_second_precision', 'warn_of_slow_half', 'showing', 'failed_diagnosis', 'stop_early']
+           'refuse_second_precision', 'warn_of_slow_half', 'showing', 'failed_diagnosis', 'stop_early']
 
 # %% ../nbs/19_messages.ipynb #ea8ccf59
 import itertools,sys
@@ -13,6 +13,7 @@ from inspect import signature
 from fastai.basics import *
 from fastai.callback.tracker import SaveModelCallback
 from .precision import PrecisionPlan,convs
+from .recurrent import emulates_bf16
 from .scaler import DynamicScaler
 
 # %% ../nbs/19_messages.ipynb #c6b91904
@@ -60,12 +61,6 @@ def check_keywords(
     if advice: raise TypeError(f"{f.__name__}() got an unexpected keyword argument {'; '.join(advice)}.")
 
 # %% ../nbs/19_messages.ipynb #62188942
-def emulates_bf16(
-    device:torch.device # Of the model
-) -> bool:
-    "Does the GPU only emulate bf16? NVIDIA's do below compute capability 8.0 (T4, V100, RTX 20xx)"
-    return device.type=='cuda' and torch.version.hip is None and torch.cuda.get_device_capability(device)<(8,0)
-
 def refuse_second_precision(
     learn:Learner # About to fit
 ):

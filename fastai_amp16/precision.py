@@ -20,8 +20,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from fastcore.xtras import is_listy
+from .comparable import true_fp32
 from .nested import cast_floats,half_types
-from .private import compiled_call,inside_compiled,knows_bf16
+from .private import compiled_call,inside_compiled
+from .recurrent import RecurrentInBf16,recurrent_dtype
 
 # %% ../nbs/03_precision.ipynb #bc6706e7
 def register_norm(
@@ -132,6 +134,12 @@ def _in_fp32(f, m, args, kwargs, dev, as_given, own_code, reads_half):
         finally: torch.set_autocast_enabled(dev, True)
     return cast_floats(res, given, (torch.float32,)) if as_given and given in half_types else res
 
+def _in_true_fp32(f, m, args, kwargs, dev, own_code):
+    "As `_in_fp32`, for what has to have the digits of fp32, which TF32 has not"
+    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(dev):
+        return _in_fp32(f, m, args, kwargs, dev, False, own_code, False)
+    with true_fp32(): return _in_fp32(f, m, args, kwargs, dev, False, own_code, False)
+
 def _as_it_is(f, m, args, kwargs, dev, dtype, is_whole):
     "Run a module of a half-precision part without autocast, as in fp32; where autocast is off outside the whole part, return fp32"
     is_on = torch.is_autocast_enabled(dev)
@@ -143,6 +151,13 @@ def _in_half(f, m, args, kwargs, dev, dtype):
     "Run a child of a module whose own code alone is kept: switch autocast on again, and return fp32"
     if torch.is_autocast_cache_enabled() or torch.is_autocast_enabled(dev): return f(m, *args, **kwargs)
     with torch.autocast(dev, dtype=dtype, cache_enabled=True): return cast_floats(f(m, *args, **kwargs))
+
+def _recurrent_in_bf16(f, m, args, kwargs, dev):
+    "Run a recurrent layer in bf16 where autocast is on, also as a child of a module whose own code alone is kept"
+    def in_bf16(m, *args, **kwargs):
+        if not torch.is_autocast_enabled(dev): return f(m, *args, **kwargs)
+        with RecurrentInBf16(dev): return f(m, *args, **kwargs)
+    return _in_half(in_bf16, m, args, kwargs, dev, torch.bfloat16)
 
 # %% ../nbs/03_precision.ipynb #d0c7cafa
 def _stand_in(f, m):
@@ -280,9 +295,10 @@ class PrecisionPlan:
         def outermost(found): return {n: m for n,m in found.items() if not any(n[:i] in found for i,c in enumerate(n) if c=='.')}
         # `*` also matches what is inside a module that it matches: that has its own code
         self.own_code = {n: m for o in own_code for n,m in outermost(find_modules(model, o[:-1])).items()}
-        # oneDNN has no fp16 kernels for recurrent layers, and bf16 ones for some CPUs only: without this they raise
-        if self.device_type=='cpu' and not (self.dtype==torch.bfloat16 and knows_bf16()):
-            self.kept.update((n,m) for n,m in model.named_modules() if isinstance(m, nn.RNNBase))
+        recurrent = {n: m for n,m in model.named_modules() if isinstance(m, nn.RNNBase)}
+        how = recurrent_dtype(self.params[0].device, self.dtype) if recurrent else None
+        if how==torch.float32: self.kept.update(recurrent)
+        self.in_bf16 = [*recurrent.values()] if how==torch.bfloat16 else []
 
     def _assign(self):
         "The roles of modules: a function that runs `forward`, with its last arguments; modules without a role are left to autocast"
@@ -296,9 +312,11 @@ class PrecisionPlan:
         own = [m for m in self.own_code.values() if m not in self.in_fp32 and m not in parts]
         again = [c for m in own for c in m.modules() if c not in self.in_fp32 and c not in own]
         self.roles = {**{m: (_in_fp32, dev, False, False, False) for m in self.in_fp32},
+                      **{m: (_in_true_fp32, dev, False) for m in kept},
                       **{m: (_in_fp32, dev, isinstance(m, _torchs_norms), False, _reads_half(m, dev)) for m in norms},
-                      **{m: (_in_fp32, dev, False, True, False) for m in own},
-                      **{m: (_in_half, dev, self.dtype) for m in again}, **parts}
+                      **{m: (_in_true_fp32, dev, True) for m in own},
+                      **{m: (_in_half, dev, self.dtype) for m in again},
+                      **{m: (_recurrent_in_bf16, dev) for m in self.in_bf16 if m not in self.in_fp32}, **parts}
         for m in norms: # these compute the same without a role; autocast has a rule for layer norms, and `SyncBatchNorm` many operations
             if _reads_half(m, dev) and not isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm)): del self.roles[m]
         self.in_half = [m for m in self.model.modules() if not (m in self.in_fp32 or m in own or m in parts)] # by autocast

@@ -117,4 +117,13 @@ fused_adam,fused_adamw = torch._fused_adam_,torch._fused_adamw_ # a step of Adam
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode # documented, and private only in its place
 
+_out_of_memory = 'DefaultCPUAllocator','out of memory','STATUS_ALLOC_FAILED' # in what torch's allocators, and cuDNN and cuBLAS, say
+
+def is_out_of_memory(
+    e:BaseException # Any
+) -> bool:
+    "Was `e` raised since there was not enough memory? Where torch says so in other words, this does not know"
+    if isinstance(e, (MemoryError,torch.OutOfMemoryError)): return True
+    return isinstance(e, RuntimeError) and any(o in str(e) for o in _out_of_memory)
+
 def base_of(t): return getattr(t, '_base', None) # the tensor that `t` is a view of; `None` if there is none, or no such name in torch

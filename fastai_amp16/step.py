@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from fastai.basics import *
 from .grads import grad_params,grad_values,total_norm
 from .nested import stored,tensors
-from .private import no_torch_function,version
+from .private import is_out_of_memory,no_torch_function,version
 from .ranks import NeedsOthers,Ranks
 from .rerun import Batches,Left,may_be_halfs,not_faults
 from .scaler import DynamicScaler
@@ -317,7 +317,7 @@ def _raised(self:Step, e):
         return None
     if self.decided_at is not None or not self.rerun or not may_be_halfs(e, self.batches.learn): return None
     if self.error is not None: self.raise_first() # fp32 raises as well
-    if isinstance(e, (MemoryError,torch.OutOfMemoryError)): return None # fp32 needs more
+    if is_out_of_memory(e): return None # fp32 needs more
     if self.in_fp32:
         if self.kind is Next.fp32 or self.ranks.size>1: return None
         self.search_anew() # as half precision can run this batch, and fp32, which was only asked, cannot

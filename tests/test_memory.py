@@ -1,0 +1,150 @@
+"A comparison with fp32 takes little memory, and is left out where there is not enough; no such error is a fault of half precision"
+import pytest,torch
+from fastai.basics import Callback,CancelFitException,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,SGD,default_device,nn,set_seed
+import fastai_amp16.all # noqa: F401
+from fastai_amp16.compare import Comparison,deviation
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from common import Do,between,both,clean,fit,times_and_back,weights
+from common import learner as small_learner
+
+def storages(o): return [t.untyped_storage() for t in tree_leaves(o) if isinstance(t, torch.Tensor) and t.layout==torch.strided]
+
+class Allocator(TorchDispatchMode):
+    "Counts the bytes of tensors that are made in it and still alive, and raises what a CPU's allocator raises beyond `room`"
+    def __init__(self, room=float('inf')):
+        super().__init__()
+        self.room,self.peak,self.made,self.failed = room,0,{},0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        res = func(*args, **(kwargs or {}))
+        given = {StorageWeakRef(s).cdata for s in storages((args,kwargs))} # of views, and of what is written to
+        for s in storages(res):
+            if StorageWeakRef(s).cdata not in given: self.note(s)
+        return res
+    def note(self, s):
+        ref = StorageWeakRef(s)
+        self.made[ref.cdata] = ref,s.nbytes()
+        if (now := self.alive())>self.room:
+            self.failed += 1
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+        self.peak = max(self.peak, now)
+    def alive(self):
+        self.made = {k: o for k,o in self.made.items() if not o[0].expired()}
+        return sum(n for _,n in self.made.values())
+
+n_words,n_texts,n_tokens = 2000,16,40
+large = 4*n_words*n_texts*n_tokens # bytes of predictions in fp32
+
+class Words(nn.Module):
+    "A language model: next to nothing but its predictions is large"
+    def __init__(self, drop=0.):
+        super().__init__()
+        self.emb,self.drop,self.out = nn.Embedding(n_words, 8),nn.Dropout(drop),nn.Linear(8, n_words)
+        nn.init.normal_(self.out.weight, std=3.) # so that rounding shows
+    def forward(self, x): return self.out(self.drop(self.emb(x)))
+
+def learner(model=Words, to='to_fp16_dynamic', n=3, **kwargs):
+    set_seed(0, reproducible=True)
+    x = torch.randint(n_words, (n*n_texts,n_tokens))
+    data = list(zip(x, x.roll(-1, 1)))
+    dls = DataLoaders(*[DataLoader(data, bs=n_texts) for _ in range(2)], device=default_device())
+    learn = Learner(dls, model(), CrossEntropyLossFlat(), SGD, lr=1e-3, **kwargs)
+    return getattr(learn, to)(**(dict(init_scale=2.**10) if to=='to_fp16_dynamic' else {}))
+
+def training(learn): fit(learn, 1)
+def validation(learn):
+    with learn.no_bar(), learn.no_logging(): learn.validate()
+
+def peak(f, learn):
+    with Allocator() as a: f(learn)
+    return a.peak
+
+class OneStep(Callback):
+    "Trains one batch, without a validation"
+    def after_batch(self):
+        if self.training: raise CancelFitException
+
+@both
+@pytest.mark.parametrize('drop', [0.,0.3])
+@pytest.mark.parametrize('f', [training,validation])
+def test_a_comparison_takes_memory_for_one_more_set_of_predictions(f, drop, to, dtype, monkeypatch):
+    "In the first step and in a validation, beside a fit that compares nothing"
+    cbs,compared = [OneStep()] if f is training else [],[]
+    make = Comparison.make
+    def notes(self, step, *args):
+        res = make(self, step, *args)
+        compared.append(step.silent)
+        return res
+    monkeypatch.setattr(Comparison, 'make', notes)
+    with_it = peak(f, learner(lambda: Words(drop), to, cbs=cbs))
+    assert compared==[False]
+    monkeypatch.setattr(Comparison, 'make', lambda self, step, plan, call, aside: call())
+    without = peak(f, learner(lambda: Words(drop), to, cbs=cbs))
+    assert without>large and with_it-without<=2.5*large
+
+@both
+def test_where_there_is_room_for_the_step_alone_nothing_is_compared(to, dtype, monkeypatch, recwarn):
+    "The fit ends as one that compares nothing, and says nothing"
+    plain = learner(to=to)
+    with monkeypatch.context() as m:
+        m.setattr(Comparison, 'make', lambda self, step, plan, call, aside: call())
+        room = peak(training, plain)
+    learn = learner(to=to)
+    with Allocator(room+large//50) as a: training(learn)
+    mp = learn.mixed_precision
+    assert a.failed and not mp.reports and not mp.promoted and mp.n_rerun==mp.n_skipped==0
+    assert all(map(torch.equal, weights(learn), weights(plain))) and not [w for w in recwarn if 'amp16' in w.filename]
+    clean(learn)
+
+def too_small(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
+
+@both
+@pytest.mark.parametrize('where', ['deviation','loss_deviation','rounded','lost','sampled','AllNoted'])
+def test_wherever_memory_is_too_small(where, to, dtype, monkeypatch, recwarn):
+    "In what differs, the loss on predictions, a control or the notes: the fit ends as without the comparison"
+    def level(): return nn.Sequential(Words(), Level())
+    class Level(nn.Module): # is wrong without a sign, so that controls run
+        def forward(self, x): return x+3000.-3000.
+    if where!='rounded': level = Words
+    ends = []
+    for makes in (lambda self, step, plan, call, aside: call(), Comparison.make):
+        with monkeypatch.context() as m:
+            m.setattr(Comparison, 'make', makes)
+            m.setattr(f'fastai_amp16.compare.{where}', too_small)
+            learn = learner(level, to)
+            fit(learn, 1)
+            validation(learn)
+        ends.append(weights(learn))
+        mp = learn.mixed_precision
+        assert not mp.reports and not mp.promoted and mp.n_rerun==mp.n_skipped==0
+    assert all(map(torch.equal, *ends)) and not [w for w in recwarn if 'amp16' in w.filename]
+
+def allocator_fails(*args): raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+def test_a_diagnosis_without_memory_blames_nothing(monkeypatch):
+    "What is said of an overflow is that memory was too small to look into it"
+    monkeypatch.setattr('fastai_amp16.record._sample', allocator_fails)
+    learn = small_learner(between(Do(times_and_back))).to_fp16_dynamic()
+    with pytest.warns(UserWarning, match='not enough memory') as told: fit(learn, 1)
+    mp = learn.mixed_precision
+    assert not mp.reports and not mp.promoted and mp.n_skipped
+    clean(learn)
+
+def test_no_parameter_is_copied_for_a_comparison():
+    "A model with large weights and small predictions"
+    learn = learner(lambda: nn.Sequential(nn.Embedding(n_words, 500), nn.Flatten(), nn.Linear(500*n_tokens, 3)))
+    size = sum(p.nbytes for p in learn.model.parameters())
+    learn.loss_func = lambda p, y: p.square().mean()
+    with Allocator() as a: validation(learn)
+    assert a.peak<1.2*size # autocast's casts of the weights, and what the batch makes of them
+
+def test_large_predictions_are_judged_as_small_ones():
+    "In parts, with any shape"
+    torch.manual_seed(0)
+    for shape in (3,700_000),(40,300,90),(5,7,90,200),(400_000,),(1,600_000),(600_000,1):
+        b = torch.randn(shape)
+        a = b+0.1*torch.randn(shape)
+        spread = b-b.mean(0) if len(b)>1 else b
+        assert deviation(a, b)==pytest.approx(((a-b).norm()/spread.norm()).item(), rel=1e-4)
+        assert deviation(a.transpose(0, -1), b.transpose(0, -1))>0
