@@ -12,9 +12,7 @@ from torch.overrides import TorchFunctionMode
 from .nested import cast_floats
 from .private import knows_bf16
 
-# %% ../nbs/02a_recurrent.ipynb #fa07c880
-_calls = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu} # what `nn.LSTM`, `nn.GRU` and `nn.RNN` call
-
+# %% ../nbs/02a_recurrent.ipynb #7437853d
 def emulates_bf16(
     device:torch.device # Of the model
 ) -> bool:
@@ -34,6 +32,9 @@ def recurrent_dtype(
     if device.type=='cpu': return dtype if dtype==torch.bfloat16 and knows_bf16() else torch.float32
     if dtype!=torch.bfloat16 or device.type!='cuda' or torch.version.hip or emulates_bf16(device): return None
     return dtype if cudnn_has_bf16() else torch.float32 # torch's own bf16 kernels run one step of the sequence at a time
+
+# %% ../nbs/02a_recurrent.ipynb #fa07c880
+_calls = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu} # what `nn.LSTM`, `nn.GRU` and `nn.RNN` call
 
 class RecurrentInBf16(TorchFunctionMode):
     "A context in which recurrent layers compute in bf16, whatever autocast would cast them to"

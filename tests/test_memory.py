@@ -126,7 +126,7 @@ def test_a_diagnosis_without_memory_blames_nothing(monkeypatch):
     "What is said of an overflow is that memory was too small to look into it"
     monkeypatch.setattr('fastai_amp16.record._sample', allocator_fails)
     learn = small_learner(between(Do(times_and_back))).to_fp16_dynamic()
-    with pytest.warns(UserWarning, match='not enough memory') as told: fit(learn, 1)
+    with pytest.warns(UserWarning, match='not enough memory'): fit(learn, 1)
     mp = learn.mixed_precision
     assert not mp.reports and not mp.promoted and mp.n_skipped
     clean(learn)

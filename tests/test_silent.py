@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,Datasets,L,Learner,OptimWrapper,default_device,nn,noop,partial,
                            set_seed)
 from fastai_amp16.all import AdamW16
+from fastai_amp16.comparable import true_fp32
 from fastai_amp16.compare import deviation,rounded as rounded_layers,wrong_first
 from fastai_amp16.exam import training_case
 from fastai_amp16.precision import PrecisionPlan
@@ -122,11 +123,12 @@ def predictions(learn): return learn.get_preds()[0]
 @pytest.mark.parametrize('name', wrong)
 def test_found_in_the_first_batch(name, to, dtype):
     "The predictions are then those of fp32, as near as rounding allows, and something is left in half precision"
-    fp32,learn = fit(learner(*wrong[name]), 2),fit(getattr(learner(*wrong[name]), to)(), 2)
+    with true_fp32(): fp32 = fit(learner(*wrong[name]), 2)
+    learn = fit(getattr(learner(*wrong[name]), to)(), 2)
     mp = learn.mixed_precision
     if dtype==torch.bfloat16 and name=='small numbers': return # which are fine
     assert mp.history.reruns.astype(bool).tolist()==[True]+[False]*11 and mp.n_skipped==0 and mp.promoted and mp.promoted!=['']
-    assert deviation(predictions(learn), predictions(fp32))<0.1
+    with true_fp32(): assert deviation(predictions(learn), predictions(fp32))<0.1
     clean(learn)
 
 def test_what_has_the_name_of_a_norm_returns_what_its_code_returns():
