@@ -10,7 +10,7 @@ import itertools,math
 from contextlib import contextmanager,nullcontext
 from fastai.basics import *
 from .comparable import comparable,eager
-from .nested import replace,tensors
+from .nested import half_types,replace,tensors
 from .precision import PrecisionPlan
 from .private import compiled,is_out_of_memory
 from .record import Recording,loss_name,sampled
@@ -27,25 +27,34 @@ def _pairs(a, b):
         x,y = x.detach(),y.detach() # even `isfinite` would save a tensor for a backward pass, and activation checkpoints count those
         yield (x,y) if x.layout==torch.strided else (x.to_dense(),y.to_dense())
 
-def _parts(t):
-    "Parts of `t` of about `_at_once` numbers at most, each with all samples"
-    if t.dim()<2 or t.numel()<=_at_once: return [t]
-    dim = max(range(1, t.dim()), key=t.shape.__getitem__)
-    return t.split(max(1, _at_once*t.shape[dim]//t.numel()), dim)
+def _parts(t, dim=1):
+    "Parts of `t` of about `_at_once` numbers, each with all samples"
+    if t.numel()<=_at_once or dim>=t.dim(): return [t]
+    parts = t.split(max(1, _at_once*t.shape[dim]//t.numel()), dim)
+    return [o for part in parts for o in _parts(part, dim+1)]
 
-def _finite(x, y):
-    "Both as float64, with 0 where either is not finite"
+def _in_float64(x, y):
+    "Both in float64, with 0 where either is not finite"
     both = x.isfinite() & y.isfinite()
-    return [torch.where(both, o, 0).to(torch.complex128 if o.is_complex() else torch.float64) for o in (x,y)]
+    return [torch.where(both, o, 0).double() for o in (x,y)]
+
+def _squares(x, y, centered, cast):
+    "The squared norms of `x-y` and of `y`, centered or not"
+    if x.is_complex(): x,y = torch.view_as_real(x),torch.view_as_real(y)
+    res = 0.
+    for x,y in zip(_parts(x), _parts(y)): # noqa: B020
+        x,y = cast(x, y)
+        spread = y-y.mean(0) if centered and y.dim() and len(y)>1 else y
+        res = res+torch.stack([torch.linalg.vector_norm(o).double().square() for o in (x-y,spread)])
+    return res
 
 def _distances(pairs, centered=False):
-    "For each pair, the norms of its difference and of the second tensor (`centered`: without the mean over samples), in one read"
-    def sums(x, y):
-        x,y = _finite(x, y)
-        spread = y-y.mean(0) if centered and y.dim() and len(y)>1 else y
-        return torch.stack([o.abs().square().sum() for o in (x-y,spread)])
-    res = [torch.stack([sums(*o) for o in zip(_parts(x), _parts(y))]).sum(0) for x,y in pairs]
-    return torch.stack(res).sqrt().tolist() if res else []
+    "For each pair, the norms of its difference and of the second tensor (`centered`: without the mean over samples)"
+    pairs = list(pairs)
+    def read(pairs, cast): return torch.stack([_squares(*o, centered, cast) for o in pairs]).sqrt().tolist() if pairs else []
+    def fast(x, y): return x,y.float() if y.dtype in half_types else y
+    def exact(pair): return read([pair], _in_float64)[0]
+    return [o if all(map(math.isfinite, o)) else exact(pair) for o,pair in zip(read(pairs, fast), pairs)]
 
 def deviation(
     pred, # Predictions: tensors, or containers of tensors
@@ -181,7 +190,7 @@ def wrong_first(
 ) -> list: # Of one pair at most: 'forward' and a frame
     "Find the first call whose results are wrong though what it took in is nearly right"
     def are_many(s): # of the numbers off?
-        a,b = _finite(s.sample, s.ref.sample)
+        a,b = _in_float64(s.sample, s.ref.sample)
         return ((a-b).abs()>wrong*(b-b.mean(0)).square().mean().sqrt()).double().mean()>wrong
     def is_wrong(f, s):
         d = _off(s)

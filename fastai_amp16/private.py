@@ -115,7 +115,10 @@ is_functorch_wrapped = getattr(getattr(torch._C, '_functorch', None), 'is_functo
 multiply_all = torch._foreach_mul_ # tensors, in place, by a number
 fused_adam,fused_adamw = torch._fused_adam_,torch._fused_adamw_ # a step of Adam for many parameters
 
-TorchDispatchMode = _python_dispatch.TorchDispatchMode # documented, and private only in its place
+class TorchDispatchMode(_python_dispatch.TorchDispatchMode):
+    "torch's documented one, without an import of its compiler when the mode first sees an operator, which takes seconds"
+    @classmethod
+    def _should_skip_dynamo(cls): return False
 
 _out_of_memory = 'DefaultCPUAllocator','out of memory','STATUS_ALLOC_FAILED' # in what torch's allocators, and cuDNN and cuBLAS, say
 

@@ -1,5 +1,7 @@
 "Runs that are compared: the same random numbers in any precision, faults beside dropout, true fp32; and recurrent layers in bf16"
+import subprocess,sys
 from contextlib import nullcontext
+from pathlib import Path
 import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import default_device,nn
@@ -97,6 +99,13 @@ def test_a_model_that_draws_costs_one_forward_pass_more(p, more, to, dtype):
         in_fit = len(calls)
         learn.validate()
     assert in_fit==6+more+1+1 and len(calls)==in_fit+1 # in a validation nothing is drawn, and once is enough
+
+def test_a_fit_does_not_import_the_compiler():
+    "Which takes seconds, and which torch does for most modes that see operators"
+    code = """import sys,torch; from test_silent import *
+learner(xs, product, lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 1))).to_fp16_dynamic().fit(1)
+sys.exit('torch._dynamo' in sys.modules)"""
+    assert subprocess.run([sys.executable, '-c', code], cwd=Path(__file__).parent, capture_output=True).returncode==0
 
 # %% faults beside dropout
 def around(fault, before=(), after=()): return nn.Sequential(nn.Linear(8, 16), *before, fault, *after, nn.Linear(16, 1))

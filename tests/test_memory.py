@@ -83,19 +83,26 @@ def test_a_comparison_takes_memory_for_one_more_set_of_predictions(f, drop, to, 
     without = peak(f, learner(lambda: Words(drop), to, cbs=cbs))
     assert without>large and with_it-without<=2.5*large
 
+def wide(): return nn.Sequential(nn.Embedding(n_words, 8), nn.Linear(8, n_words), nn.ReLU(), nn.Linear(n_words, 2))
+
 @both
-def test_where_there_is_room_for_the_step_alone_nothing_is_compared(to, dtype, monkeypatch, recwarn):
-    "The fit ends as one that compares nothing, and says nothing"
-    plain = learner(to=to)
-    with monkeypatch.context() as m:
-        m.setattr(Comparison, 'make', lambda self, step, plan, call, aside: call())
-        room = peak(training, plain)
-    learn = learner(to=to)
-    with Allocator(room+large//50) as a: training(learn)
-    mp = learn.mixed_precision
-    assert a.failed and not mp.reports and not mp.promoted and mp.n_rerun==mp.n_skipped==0
-    assert all(map(torch.equal, weights(learn), weights(plain))) and not [w for w in recwarn if 'amp16' in w.filename]
-    clean(learn)
+def test_where_there_is_room_for_the_batch_alone_nothing_is_compared(to, dtype, monkeypatch, recwarn):
+    "As in fp32 activations are twice as large; the validation ends as one that compares nothing, and so does the fit after it"
+    ends = []
+    for room in None,1.1:
+        with monkeypatch.context() as m:
+            if room is None: m.setattr(Comparison, 'make', lambda self, step, plan, call, aside: call())
+            learn = learner(wide, to)
+            learn.loss_func = lambda p, y: p.square().mean()
+            with Allocator(room*ends[0][0] if room else float('inf')) as a: validation(learn)
+            assert (a.failed>0)==(room is not None)
+            training(learn)
+        ends.append((a.peak,learn.recorder.values,weights(learn)))
+        mp = learn.mixed_precision
+        assert not mp.reports and not mp.promoted and mp.n_rerun==mp.n_skipped==0
+        clean(learn)
+    (_,values,plain),(_,others,compared) = ends
+    assert values==others and all(map(torch.equal, plain, compared)) and not [w for w in recwarn if 'amp16' in w.filename]
 
 def too_small(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
 
