@@ -2,9 +2,11 @@
 
 All train the same models from the same weights, on the same batches, which are on the device already. Each uses what its users use by
 default: `Adam` and `GradientClip` in fastai, `AdamW16` and `GradientNormClip` with `to_fp16_dynamic`, and PyTorch's `AdamW` with clipping
-and a one-cycle schedule elsewhere. They take turns, round by round, in one process. The defaults are for a large GPU. For a T4, use
+and a one-cycle schedule elsewhere. `to_fp16_fused` is fastai's `to_fp16` with PyTorch's fused `AdamW`, so that you can tell the gain of a
+fused optimizer from that of this package. They take turns, round by round, in one process. The defaults are for a large GPU. For a T4, use
 `--bs 8 32`. On a CPU, `--toy --size 32 --bs 2 4 --steps 2 --rounds 2` shows only that everything runs."""
 import argparse,copy,gc,json,logging,time,warnings
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +21,12 @@ from torchvision.models.resnet import Bottleneck
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     from fastai.callback.all import GradientClip
-    from fastai.basics import Adam,DataLoaders,F,Learner,default_device,nn,to_device
+    from fastai.basics import Adam,DataLoaders,F,Learner,OptimWrapper,default_device,nn,to_device
+    import fastai_amp16
     from fastai_amp16.all import AdamW16,DynamicMixedPrecision,GradientNormClip
     from fastais import fastais
     from machine import machine
+    from memory import large_predictions
     from timing import quartiles
 
 # %% models and data
@@ -42,12 +46,14 @@ models = dict(
     convnext_tiny=(lambda size: torchvision.models.convnext_tiny(), lambda size: ConvNeXt([CNBlockConfig(8, None, 2)])),
     resnet50=(lambda size: torchvision.models.resnet50(), _toy_resnet),
     vit_small=(lambda size: VisionTransformer(size, 16, 12, 6, 384, 1536), lambda size: VisionTransformer(size, 16, 1, 2, 16, 32)),
-    text_lstm=(lambda size: TextLSTM(10_000, 400, 1152), lambda size: TextLSTM(1000, 8, 8)))
+    text_lstm=(lambda size: TextLSTM(10_000, 400, 1152), lambda size: TextLSTM(1000, 8, 8)),
+    large_predictions=(lambda size: large_predictions(10_000), lambda size: large_predictions(1000, 8)))
 
 def make_batch(model, bs, a):
     "Random images and their classes, or random tokens and the next ones"
-    if not isinstance(model, TextLSTM): return torch.randn(bs, 3, a.size, a.size),torch.randint(1000, (bs,))
-    text = torch.randint(model.emb.num_embeddings, (bs,a.seq+1))
+    vocab = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    if not vocab: return torch.randn(bs, 3, a.size, a.size),torch.randint(1000, (bs,))
+    text = torch.randint(vocab[0], (bs,a.seq+1))
     return text[:,:-1].contiguous(),text[:,1:].contiguous()
 
 def loss_func(pred, y): return F.cross_entropy(pred.flatten(0, -2), y.flatten())
@@ -91,6 +97,8 @@ def _fastai(model, batches, *to, opt_func=Adam, clip=GradientClip):
     mp = getattr(learn, 'mixed_precision', None)
     counts = dict(skipped=mp.n_skipped) if isinstance(mp, DynamicMixedPrecision) else {}
     return dict(loss=learn.recorder.losses[-1], precision=mp.amp_mode.value if mp else 'fp32', **counts)
+
+fused = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
 
 def _ours(model, batches, *to): return _fastai(model, batches, *to, opt_func=AdamW16, clip=GradientNormClip)
 
@@ -138,6 +146,7 @@ def _accelerate(model, batches):
 contenders = dict(
     fp32=_fastai,
     to_fp16=lambda *args: _fastai(*args, 'to_fp16'),
+    to_fp16_fused=lambda *args: _fastai(*args, 'to_fp16', opt_func=fused),
     to_bf16=lambda *args: _fastai(*args, 'to_bf16'),
     to_fp16_dynamic=lambda *args: _ours(*args, 'to_fp16_dynamic'),
     to_bf16_dynamic=lambda *args: _ours(*args, 'to_bf16_dynamic'),
@@ -211,14 +220,19 @@ def head():
     "The first two lines of the table"
     return '| '+' | '.join(columns)+' |\n|'+' --- |'*len(columns)
 
-def line(r):
-    "A row of the table"
+def line(r, remark=''):
+    "A row of the table, with a remark on the peak of memory"
     def show(k, spec=''): return '–' if r[k] is None else format(r[k], spec)
     cells = [r['model'], r['bs'], r['contender']]
     if 'error' in r: cells += ['–', r['error'].replace('|', '/'), *['–']*5]
     else: cells += [r['precision'], '{:.1f} ({:.1f}–{:.1f})'.format(r['samples_per_second'], *r['quartiles']), show('over_to_fp16', '.2f'),
-                    show('peak_mib', '.0f'), show('syncs_per_step', '.1f'), 'yes' if r['finite'] else 'no', show('skipped')]
+                    show('peak_mib', '.0f')+remark, show('syncs_per_step', '.1f'), 'yes' if r['finite'] else 'no', show('skipped')]
     return '| '+' | '.join(map(str, cells))+' |'
+
+def ratios(res, contender, base, key='samples_per_second'):
+    "Medians of `contender` relative to those of `base`: `{(model, batch size): ratio}`"
+    of = {(r['contender'],r['model'],r['bs']): r.get(key) for r in res['rows']}
+    return {(m,bs): v/of[base,m,bs] for (c,m,bs),v in of.items() if c==contender and v and of.get((base,m,bs))}
 
 def chart(res, fname):
     "Draw throughput relative to fastai's `to_fp16`: a panel for each batch size, a group of bars for each model"
@@ -256,6 +270,7 @@ def main(args=None):
     a,start,rows = parse_args(args),time.perf_counter(),[]
     deadline,todo = start+0.97*60*a.minutes,len(a.models)*len(a.bs) # the rest is for an unfinished step, and for the chart
     versions = {o: version(o) if find_spec(o) else None for o in ('torch','torchvision','fastai','lightning','accelerate')}
+    versions['fastai_amp16'] = fastai_amp16.__version__ # which may run from a folder
     print(head())
     for name in a.models:
         torch.manual_seed(0)

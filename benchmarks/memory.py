@@ -1,11 +1,15 @@
-"Peak memory of a training on a CPU, in multiples of the size of the parameters. Each runs in its own process. For a GPU, see gpu.py"
+"""Peak memory of a training on a CPU. Each contender runs in its own process. For a GPU, see gpu.py
+
+That of an MLP is in multiples of the size of its parameters. That of a model with large predictions, for a step and for a validation, is in
+multiples of fp32's."""
 import argparse,json,subprocess,sys,warnings
+from functools import partial
 from pathlib import Path
 import torch
 from torch import nn
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')
-    from fastai.basics import Adam,DataLoaders,Learner
+    from fastai.basics import Adam,CrossEntropyLossFlat,DataLoaders,Learner
     from fastai.callback.all import GradientClip
     from fastai_amp16.all import AdamW16,GradientNormClip
 from fastais import fastais
@@ -30,26 +34,62 @@ def train(to, width, depth, bs):
     with fastais(), learn.no_bar(), learn.no_logging(): getattr(learn, to)().fit(1)
     return (peak()-before)/sum(p.nbytes for p in model.parameters())
 
+# %% a model that predicts many numbers
+def large_predictions(words, width=64):
+    "A language model with few weights, and as many predictions for each token as there are words"
+    return nn.Sequential(nn.Embedding(words, width), nn.Linear(width, words))
+
+base,comparing = 'to_fp32',dict(to_fp16_dynamic=Learner.to_fp16_dynamic, to_bf16_dynamic=Learner.to_bf16_dynamic)
+large_contenders = {base: Learner.to_fp32, **comparing, **{f'{k}(rerun=False)': partial(to, rerun=False) for k,to in comparing.items()}}
+parts = ('step 1','validation')
+
+def predict(to, part, bs, seq, words):
+    "What the first step of a fit, or a validation, adds to peak memory, in bytes"
+    def run(bs, seq, words):
+        text = torch.randint(words, (bs,seq+1))
+        batch = [(text[:,:-1].contiguous(),text[:,1:].contiguous())]
+        dls = DataLoaders(*map(Batches, (batch,[]) if part=='step 1' else ([],batch)), device=torch.device('cpu'))
+        learn = large_contenders[to](Learner(dls, large_predictions(words), CrossEntropyLossFlat(), AdamW16, lr=1e-5))
+        with learn.no_bar(), learn.no_logging(): learn.fit(1) if part=='step 1' else learn.validate()
+    run(1, 2, 10) # loads libraries
+    before = peak()
+    run(bs, seq, words)
+    return peak()-before
+
+# %% results
 def main(args=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for k,default in dict(width=3072, depth=6).items(): p.add_argument('--'+k, type=int, default=default, help=f'{k} of the MLP')
     p.add_argument('--bs', type=int, nargs='+', default=[4,2048], help='batch sizes')
-    p.add_argument('--contender', choices=contenders, help='train only this one, and print its result')
+    p.add_argument('--predictions', type=int, nargs=3, default=[64,70,10_000], help='batch size, tokens per text, and words')
+    p.add_argument('--contender', choices={*contenders, *large_contenders}, help='train only this one, and print its result')
+    p.add_argument('--part', choices=parts, help='measure only this, with the model that has large predictions')
     p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results')
     a = p.parse_args(args)
+    if a.part: return print(predict(a.contender, a.part, *a.predictions))
     if a.contender: return print(train(a.contender, a.width, a.depth, a.bs[0]))
-    def run(to, bs):
-        args = f'--contender {to} --width {a.width} --depth {a.depth} --bs {bs}'.split()
-        return float(subprocess.run([sys.executable, '-W', 'ignore', __file__, *args], check=True, capture_output=True, text=True).stdout)
-    rows = [dict(batch_size=bs, **{to: run(to, bs) for to in contenders}) for bs in a.bs]
-    res = dict(machine=machine(), parameters=a.depth*a.width*(a.width+1), rows=rows)
-    print(table(res))
+    def run(to, *args):
+        args = [sys.executable, '-W', 'ignore', __file__, '--contender', to, *map(str, args)]
+        return float(subprocess.run(args, check=True, capture_output=True, text=True).stdout)
+    rows = [dict(batch_size=bs, **{to: run(to, '--width', a.width, '--depth', a.depth, '--bs', bs) for to in contenders}) for bs in a.bs]
+    large = []
+    for part in parts:
+        mib = {to: run(to, '--part', part, '--predictions', *a.predictions)/2**20 for to in large_contenders}
+        large.append(dict(part=part, mib=mib, over_fp32={to: o/mib[base] for to,o in mib.items()}))
+    res = dict(machine=machine(), parameters=a.depth*a.width*(a.width+1), rows=rows, predictions=a.predictions, large=large)
+    print(table(res), table_large(res), sep='\n\n')
     a.out.write_text(json.dumps(res, indent=1)+'\n')
+
+def line(cells): return '| '+' | '.join(cells)+' |'
 
 def table(res):
     "A Markdown table"
-    def line(cells): return '| '+' | '.join(cells)+' |'
     rows = [line([str(r['batch_size']), *(f'{r[o]:.2f}' for o in contenders)]) for r in res['rows']]
     return '\n'.join([line(['batch size', *(f'`{o}`' for o in contenders)]), '| --: |'+' --: |'*len(contenders), *rows])
+
+def table_large(res):
+    "A Markdown table of peaks in multiples of fp32's, and in MiB"
+    rows = [line([r['part'], *(f"{r['over_fp32'][o]:.2f} ({r['mib'][o]:.0f})" for o in large_contenders)]) for r in res['large']]
+    return '\n'.join([line(['peak / fp32 (MiB)', *(f'`{o}`' for o in large_contenders)]), '| --- |'+' --: |'*len(large_contenders), *rows])
 
 if __name__=='__main__': main()

@@ -162,11 +162,18 @@ def test_fp16(tmp_path):
     row, = read(tmp_path/'x.json')['rows']
     assert set(row['slower'])=={'to_fp16_dynamic','to_bf16_dynamic'} and all(q[1]>0 for q in row['slower'].values())
 
-def test_memory(tmp_path, monkeypatch):
+def test_memory(tmp_path, monkeypatch, capsys):
+    "Of weights, and of predictions in a validation, which fp32 holds twice: the loss makes a `log_softmax` of them"
     monkeypatch.setattr(memory, 'contenders', ('to_bf16_dynamic',))
-    memory.main(f'--width 2000 --depth 4 --bs 2 --out {tmp_path}/x.json'.split())
-    row, = read(tmp_path/'x.json')['rows']
+    monkeypatch.setattr(memory, 'large_contenders', dict.fromkeys(['to_fp32','to_bf16_dynamic(rerun=False)']))
+    monkeypatch.setattr(memory, 'parts', ('validation',))
+    memory.main(f'--width 2000 --depth 4 --bs 2 --predictions 16 64 10000 --out {tmp_path}/x.json'.split())
+    res,of_predictions = read(tmp_path/'x.json'),16*64*10_000*4/2**20
+    (row,),(large,) = res['rows'],res['large']
     assert row['batch_size']==2 and 2<row['to_bf16_dynamic']<6 # moments are two, gradients one more
+    assert res['predictions']==[16,64,10_000] and 1.8<large['mib']['to_fp32']/of_predictions<2.5
+    assert 0.5<large['over_fp32']['to_bf16_dynamic(rerun=False)']<1.5 and large['over_fp32']['to_fp32']==1
+    assert f"| validation | 1.00 ({large['mib']['to_fp32']:.0f}) | " in capsys.readouterr().out
 
 @pytest.mark.filterwarnings('ignore')
 def test_doctor(tmp_path, capsys):

@@ -48,12 +48,12 @@ def test_everybody_trains_everything(tmp_path, capsys):
     out = capsys.readouterr().out
     assert json.loads((tmp_path/'x.json').read_text())==res and (tmp_path/'x.png').read_bytes()[:4]==b'\x89PNG'
     assert cells(res)==list(itertools.product(gpu.models, (2,), gpu.contenders))
-    assert res['versions']['torch'] and res['machine'] and res['arguments']['size']==32
+    assert res['versions']['torch'] and res['versions']['fastai_amp16'] and res['machine'] and res['arguments']['size']==32
     assert all(line.count('|')==11 for line in out.splitlines()) and len(out.splitlines())==2+len(res['rows'])
     errors = {(r['model'],r['contender']) for r in res['rows'] if 'error' in r}
     # oneDNN's LSTM knows no fp16, and bf16 on some CPUs only; ours keeps it in fp32 there
     others = [] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ['to_bf16','accelerate','lightning']
-    assert errors==({('text_lstm',o) for o in ('to_fp16',*others)} if cpu else set())
+    assert errors==({('text_lstm',o) for o in ('to_fp16','to_fp16_fused',*others)} if cpu else set())
     for r in res['rows']:
         if 'error' in r:
             assert 'samples_per_second' not in r and 'LSTM' in r['error']
@@ -94,6 +94,31 @@ def test_a_contender_trains_all_of_the_model_and_leaves_nothing(name, monkeypatc
     assert len(copies)==1 and not torch.is_autocast_enabled(default_device().type)
     gc.collect()
     assert copies[0]() is None
+
+def test_the_fair_contender_differs_by_the_optimizer_alone(monkeypatch):
+    "`to_fp16_fused` steps with PyTorch's fused AdamW, `to_fp16` with fastai's Adam; both clip and are scaled by the same callbacks"
+    seen = {}
+    class Noting(gpu.Learner):
+        def fit_one_cycle(self, *args):
+            res = super().fit_one_cycle(*args)
+            seen[len(seen)] = self.opt,[type(o) for o in self.cbs]
+            return res
+    monkeypatch.setattr(gpu, 'Learner', Noting)
+    data = [(torch.randn(2, 12).to(default_device()), torch.tensor([0,3]).to(default_device()))]*2
+    for c in ('to_fp16','to_fp16_fused'): assert 'error' not in gpu.turn(c, nn.Linear(12, 4), gpu.Batches(data, 2, 1, float('inf')))
+    (adam,theirs),(fused,same) = seen.values()
+    assert theirs==same and isinstance(fused.opt, torch.optim.AdamW) and fused.opt.param_groups[0]['fused'] and not hasattr(adam, 'opt')
+
+@pytest.mark.parametrize('toy', [False,True])
+def test_large_predictions_are_the_most_of_their_model(toy):
+    "At the smaller of the default batch sizes, they are more numbers than the weights, the gradients and two moments of each"
+    a = gpu.parse_args([])
+    model = gpu.models['large_predictions'][toy](a.size)
+    x,y = gpu.make_batch(model, a.bs[0], a)
+    assert x.shape==y.shape==(16,72) and torch.equal(x[:,1:], y[:,:-1])
+    pred = model(x)
+    assert pred.shape==(16,72,1000 if toy else 10_000) and pred.numel()>4*sum(p.numel() for p in model.parameters())
+    assert gpu.loss_func(pred, y).isfinite()
 
 @pytest.mark.parametrize('fails_in', [0,1,2])
 def test_who_raises_stops_nobody(fails_in, tmp_path, monkeypatch):

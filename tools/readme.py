@@ -1,5 +1,5 @@
 "Write README.md and its pictures from nbs/index.ipynb, as it stands with its outputs"
-import base64,json,re
+import base64,re
 from pathlib import Path
 from textwrap import fill
 from fastcore.nbio import read_nb
@@ -42,27 +42,6 @@ def _shown(
     lines = _text(o.get('text') or data.get('text/plain', '')).rstrip().split('\n')
     return '```text\n'+'\n'.join(map(_wrapped, lines))+'\n```'
 
-gpu_results,gpu_mark = root/'benchmarks'/'gpu.json','<!-- what benchmarks/gpu.py found -->'
-no_gpu = '*Not run on a GPU yet: all results here come from CPUs.*'
-
-def on_gpu() -> str:
-    "What `benchmarks/gpu.py` has found, as Markdown for `nbs/index.ipynb`, or how to find it out"
-    if not gpu_results.exists():
-        return "Not measured on a GPU yet. ([script](../benchmarks/gpu.py))"
-    res = json.loads(gpu_results.read_text())
-    def show(r, k, spec): return '–' if r.get(k) is None else format(r[k], spec)
-    specs = dict(samples_per_second='.0f', over_to_fp16='.2f', peak_over_to_fp16='.2f', syncs_per_step='.1f')
-    head = ['training', 'batch size', 'samples per second', "× fastai's `to_fp16`", "peak memory × `to_fp16`'s", 'synchronizations a step']
-    ours = [r for r in res['rows'] if r['contender']=='to_fp16_dynamic']
-    rows = [head, ['---', *['--:']*5], *([r['model'], str(r['bs']), *(show(r, k, spec) for k,spec in specs.items())] for r in ours)]
-    return '\n'.join('| '+' | '.join(o)+' |' for o in rows)+f"""
-
-`to_fp16_dynamic` on a GPU ({res['machine']}; one of the synchronizations is that of fastai's `Recorder`), and all that were compared:
-
-![Throughput beside fastai, Lightning and Accelerate](../benchmarks/{gpu_results.with_suffix('.png').name})"""
-
-def with_gpu(text): return (text.replace(f'{no_gpu}\n\n', '') if gpu_results.exists() else text).replace(gpu_mark, on_gpu())
-
 def blocks(
     nb:Path, # A notebook
     picture, # As in `_shown`
@@ -75,7 +54,7 @@ def blocks(
     for cell in read_nb(nb).cells:
         if cell.cell_type=='markdown':
             heading = ([heading]+re.findall(r'^#+ (.*)', cell.source, re.M))[-1]
-            yield text(with_gpu(cell.source))
+            yield text(cell.source)
         elif cell.cell_type=='code' and not {'hide','default_exp'} & set(directives(cell)):
             if 'export' in directives(cell): yield from exported(cell)
             else:
