@@ -22,7 +22,9 @@ class Do(nn.Module):
     def forward(self, x): return self.f(x)
 
 def times_and_back(x): return x*1e6*1e-6
-def small_root(x): return torch.sqrt((x*1e-5)**2+1e-12)*1e5
+def small_root(x):
+    x = x*1e-5
+    return torch.sqrt(x*x+1e-12)*1e5 # a power would be in fp32 on CUDA
 def masked_fill(x): return x.masked_fill(x>1, -1e9).clamp(min=-1)
 
 class Called(nn.Module):
