@@ -20,9 +20,6 @@ from torch import Tensor
 from torch._C import DispatchKey,DispatchKeySet,_ExcludeDispatchKeyGuard,_dispatch_get_registrations_for_dispatch_key
 from torch.library import Library,fallthrough_kernel
 
-device,_,option = os.environ.get('FASTAI_AMP16_DEVICE', 'cpu').partition(':')
-is_asked = device=='as_cuda'
-
 floats = torch.float16,torch.bfloat16,torch.float32 # what autocast casts
 no_autocast = DispatchKeySet(DispatchKey.AutocastCPU)
 composite = DispatchKeySet(DispatchKey.CompositeImplicitAutograd)
@@ -54,20 +51,20 @@ def tensors(o):
     elif isinstance(o, (list,tuple)):
         for x in o: yield from tensors(x)
 
-def in_dtype(op, dtype, *args, **kwargs):
-    "`op` as autocast calls it where it casts to `dtype`"
+def in_dtype(op, to, /, *args, **kwargs):
+    "`op` as autocast calls it where it casts to the dtype `to`"
     with _ExcludeDispatchKeyGuard(no_autocast):
-        if dtype is None: return op(*args, **kwargs)
-        return op(*cast(args, dtype), **{k: cast(v, dtype) for k,v in kwargs.items()})
+        if to is None: return op(*args, **kwargs)
+        return op(*cast(args, to), **{k: cast(v, to) for k,v in kwargs.items()})
 
-def in_fp32(op, *args, **kwargs): return in_dtype(op, torch.float32, *args, **kwargs)
-def in_fp16(op, *args, **kwargs): return in_dtype(op, torch.float16, *args, **kwargs)
-def in_half(op, *args, **kwargs): return in_dtype(op, torch.get_autocast_dtype('cpu'), *args, **kwargs)
-def in_widest(op, *args, **kwargs):
+def in_fp32(op, /, *args, **kwargs): return in_dtype(op, torch.float32, *args, **kwargs)
+def in_fp16(op, /, *args, **kwargs): return in_dtype(op, torch.float16, *args, **kwargs)
+def in_half(op, /, *args, **kwargs): return in_dtype(op, torch.get_autocast_dtype('cpu'), *args, **kwargs)
+def in_widest(op, /, *args, **kwargs):
     "In fp32 if any argument is, else as it comes"
     fp32 = any(t.dtype==torch.float32 for t in tensors([*args,*kwargs.values()]))
     return in_dtype(op, torch.float32 if fp32 else None, *args, **kwargs)
-def refused(op, *args, **kwargs):
+def refused(op, /, *args, **kwargs):
     raise RuntimeError('torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.')
 
 def autocast(lib):
@@ -154,4 +151,5 @@ def install(with_tf32=False):
 
 def install_if_asked():
     "For `FASTAI_AMP16_DEVICE=as_cuda` or `as_cuda:tf32`, in each process that trains"
-    if is_asked: install(option=='tf32')
+    device,_,option = os.environ.get('FASTAI_AMP16_DEVICE', 'cpu').partition(':')
+    if device=='as_cuda': install(option=='tf32')
