@@ -364,7 +364,8 @@ class Wide(nn.Module):
         with torch.no_grad(): self.lin.weight.mul_(1e6)
     def forward(self, x): return self.lin(x)*1e-6
 
-@pytest.mark.parametrize('make,kept', [(lambda: Wide().lin, '0'), (lambda: nn.Sequential(Wide()), '0.0.lin'), (Wide, '0.lin'), (Large, '0.')],
+@pytest.mark.parametrize('make,kept', [(lambda: Wide().lin, '0'), (lambda: nn.Sequential(Wide()), '0.0.lin'), (Wide, '0.lin'),
+                                       (Large, '0.')],
                          ids=['layer','nested','inside','own code'])
 def test_a_layer_with_nearly_all_weights_has_its_plain_name(make, kept):
     "Only what has modules inside has code of its own to speak of"

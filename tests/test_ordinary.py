@@ -43,7 +43,8 @@ def headed():
 def vit(): return VisionTransformer(16, 8, 1, 2, 16, 32, num_classes=4, dropout=0.1, attention_dropout=0.1)
 
 def classifier():
-    config = dict(emb_sz=16, n_hid=16, n_layers=2, pad_token=1, bidir=False, output_p=0.4, hidden_p=0.3, input_p=0.4, embed_p=0.05, weight_p=0.4)
+    sizes,ps = dict(emb_sz=16, n_hid=16, n_layers=2),dict(output_p=0.4, hidden_p=0.3, input_p=0.4, embed_p=0.05, weight_p=0.4)
+    config = dict(pad_token=1, bidir=False, **sizes, **ps)
     return get_text_classifier(AWD_LSTM, 40, 4, seq_len=16, config=config, lin_ftrs=[16])
 
 def images(n):
