@@ -13,8 +13,8 @@ from .private import fused_adam,fused_adamw
 
 # %% ../nbs/05_optimizer.ipynb #aaef8d73
 def _like(p, t):
-    "`t` with the strides of `p`, or with dense strides if `p` is a view with gaps; copied only if needed"
-    return t if t.stride()==p.stride() else torch.empty_like(p).copy_(t)
+    "`t` where `p` is, with its strides, or with dense strides if `p` is a view with gaps; copied only if needed"
+    return t if t.stride()==p.stride() and t.device==p.device else torch.empty_like(p).copy_(t)
 
 class FusedAdam(Optimizer):
     """fastai's `Adam` (AdamW with `decouple_wd=True`), computed by torch's fused kernel: a few multi-tensor calls per step
@@ -64,7 +64,8 @@ class FusedAdam(Optimizer):
                 if 'step' not in state: state.update(step=0, grad_avg=torch.zeros_like(p), sqr_avg=torch.zeros_like(p))
                 state['step'] += 1
                 ts = p,g,state['grad_avg'],state['sqr_avg']
-                if p.is_complex() or not p.stride()==g.stride()==ts[2].stride()==ts[3].stride():
+                elsewhere = ts[2].device!=p.device # a checkpoint that was loaded onto the CPU
+                if elsewhere or p.is_complex() or not p.stride()==g.stride()==ts[2].stride()==ts[3].stride():
                     dense,ts = self._laid_out(p, state)
                     if dense is not p: views.append((p, dense))
                 calls[hypers, wd if state.get('do_wd', True) else 0., state['step'], p.device, p.dtype].append(ts)

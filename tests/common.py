@@ -3,6 +3,7 @@ import math,warnings
 import pytest,torch
 from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,nn,set_seed
 from fastai_amp16.optimizer import AdamW16
+from conftest import asked
 
 both = pytest.mark.parametrize('to,dtype', [('to_fp16_dynamic',torch.float16), ('to_bf16_dynamic',torch.bfloat16)], ids=['fp16','bf16'])
 
@@ -22,8 +23,24 @@ class Do(nn.Module):
     def forward(self, x): return self.f(x)
 
 def times_and_back(x): return x*1e6*1e-6
-def small_root(x): return torch.sqrt((x*1e-5)**2+1e-12)*1e5
+def small_root(x):
+    x = x*1e-5
+    return torch.sqrt(x*x+1e-12)*1e5 # a power would be in fp32 on CUDA
 def masked_fill(x): return x.masked_fill(x>1, -1e9).clamp(min=-1)
+
+class Drop(nn.Module):
+    "Dropout by the masks of a CPU, which are the same in all precisions"
+    def __init__(self, p):
+        super().__init__()
+        self.p = p
+    def forward(self, x):
+        if not self.training: return x
+        kept = torch.empty(x.shape, device='cpu').bernoulli_(1-self.p)
+        return x*kept.to(x)/(1-self.p)
+
+def dropout(p):
+    "For fits that are compared number by number: on CUDA, PyTorch's own draws another mask in half precision than in fp32"
+    return nn.Dropout(p) if asked=='cpu' else Drop(p)
 
 class Called(nn.Module):
     "Four blocks of a layer and a function, which is `f` in two of them; `around(block, x)` calls each"

@@ -3,11 +3,15 @@ import pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1') # threads that wait for a busy core spin, and a test takes many times as long
 
-device = os.environ.get('FASTAI_AMP16_DEVICE', 'cpu') # what the tests train on
+devices = 'cpu','cuda','as_cuda','as_cuda:tf32' # the latter two: the CPU, with the habits of CUDA that as_cuda.py describes
+asked = os.environ.get('FASTAI_AMP16_DEVICE', 'cpu')
+device = 'cpu' if asked.startswith('as_cuda') else asked # what the tests train on
 
 def prepare():
     "Imports and settings that tests need"
     import torch
+    import as_cuda
+    as_cuda.install_if_asked()
     from fastcore.basics import defaults
     from hypothesis import settings
     with warnings.catch_warnings(): # torch's, at the import of fastai: that torch.jit.script is deprecated
@@ -23,16 +27,20 @@ def pytest_collection(): prepare() # which the process that starts others for th
 
 def pytest_configure(config):
     config.addinivalue_line('markers', 'cpu_only(reason): skipped under FASTAI_AMP16_DEVICE=cuda')
-    if device not in ('cpu','cuda'): raise pytest.UsageError(f"FASTAI_AMP16_DEVICE={device}: it must be cpu or cuda")
+    config.addinivalue_line('markers', 'not_as_cuda(reason): skipped under FASTAI_AMP16_DEVICE=cuda and as_cuda, where CUDA does otherwise')
+    if asked not in devices: raise pytest.UsageError(f"FASTAI_AMP16_DEVICE={asked}: it must be one of {', '.join(devices)}")
     if device=='cuda':
         import torch
         if not torch.cuda.is_available(): raise pytest.UsageError("FASTAI_AMP16_DEVICE=cuda, and PyTorch finds no GPU")
 
 def pytest_collection_modifyitems(items):
     "Notebooks come last, that of the callback at the very end: they define everything anew and patch it onto fastai's classes"
+    skipped = {'cpu_only':'on a CPU only', 'not_as_cuda':'CUDA does otherwise'}
+    if device=='cpu': del skipped['cpu_only']
+    if asked=='cpu': del skipped['not_as_cuda']
     for o in items:
-        mark = o.get_closest_marker('cpu_only')
-        if mark and device!='cpu': o.add_marker(pytest.mark.skip(reason=f'on a CPU only: {mark.args[0]}'))
+        for name,why in skipped.items():
+            if mark := o.get_closest_marker(name): o.add_marker(pytest.mark.skip(reason=f'{why}: {mark.args[0]}'))
     items.sort(key=lambda o: (o.name.startswith('test_notebook'), '_callback' in o.name))
 
 def pytest_unconfigure(): gc.unfreeze() # else libraries tell at the exit of what nobody frees
@@ -49,9 +57,12 @@ def uncompared(monkeypatch):
     monkeypatch.setattr('fastai_amp16.compare.Comparison.make', lambda self, step, plan, call, aside: call())
 
 @pytest.fixture(autouse=True)
-def tensors_on_the_device():
-    "What a test makes lies where the learners train"
+def tensors_on_the_device(monkeypatch):
+    "What a test makes lies where the learners train; what fastai's `Learner` makes, on the CPU, as it does in programs"
     if device=='cpu': yield
     else:
-        import torch
+        import torch,fastai.learner
+        def tensor(*args, f=fastai.learner.tensor, **kwargs):
+            with torch.device('cpu'): return f(*args, **kwargs)
+        monkeypatch.setattr(fastai.learner, 'tensor', tensor) # smooth losses, and the order of predictions
         with torch.device(device): yield

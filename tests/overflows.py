@@ -6,7 +6,7 @@ import pytest,torch
 from fastai.basics import L,Callback,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,SGD,default_device,nn,partial,set_seed
 from fastai.callback.all import GradientAccumulation,MixUp
 from fastai_amp16.all import GradientNormClip
-from common import Items,clean
+from common import Items,clean,dropout
 
 fp32,fp16,bf16 = Learner.to_fp32,Learner.to_fp16_dynamic,Learner.to_bf16_dynamic
 hot = partial(fp16, init_scale=2.**24)
@@ -111,7 +111,7 @@ class Plain(nn.Module):
     def forward(self, x): return x.relu()
 
 def net(act, out=4):
-    return nn.Sequential(nn.Linear(8,32), nn.BatchNorm1d(32), act(), nn.Dropout(0.2), Draws(),
+    return nn.Sequential(nn.Linear(8,32), nn.BatchNorm1d(32), act(), dropout(0.2), Draws(),
                          nn.Linear(32,16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16,out))
 
 def classifier(make, to, cbs=(), n=15, k=1., opt_func=momentum, lr=0.05, n_valid=256):

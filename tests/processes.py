@@ -6,6 +6,7 @@ from multiprocessing import get_context
 from pathlib import Path
 import torch
 import torch.distributed as dist
+import as_cuda
 
 timeout = 20 # seconds, for which a rank waits for another
 
@@ -15,6 +16,7 @@ forks.set_forkserver_preload(['fastai.basics','torch._dynamo','accelerate','pyte
 def _run(code, cwd):
     assert 'fastai_amp16' not in sys.modules
     warnings.simplefilter('ignore')
+    as_cuda.install_if_asked()
     os.chdir(cwd)
     exec(code, vars(sys.modules['__main__']))
 
@@ -25,6 +27,7 @@ def in_a_process(code, cwd):
 def _work(rank, path, backend, timeout, context, f, args):
     "Run `f` as process `rank` of two"
     torch.set_num_threads(1)
+    as_cuda.install_if_asked()
     warnings.simplefilter('ignore', FutureWarning)
     if not dist.is_initialized():
         dist.init_process_group(backend, init_method=f'file://{path}', rank=rank, world_size=2, timeout=timedelta(seconds=timeout))

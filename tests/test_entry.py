@@ -13,7 +13,7 @@ from fastai_amp16.all import AdamW16,GradientNormClip,half_forward,register_norm
 from fastai_amp16.entry import Entry,outside
 from fastai_amp16.precision import PrecisionPlan
 from fastai_amp16.private import autocast_nesting
-from common import clean,equal,fit,learner,masters,mse,state,weights
+from common import clean,dropout,equal,fit,learner,masters,mse,state,weights
 from overflows import World
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.enc,self.head = nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1)),nn.Linear(16,1)
+        self.enc,self.head = nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.ReLU(), dropout(0.1)),nn.Linear(16,1)
     def encode(self, x): return self.enc(x)
     def forward(self, x, gain=1.): return self.head(self.enc(x))*gain
 
@@ -99,7 +99,7 @@ class Reentrant(Own):
 class Entered(Own):
     "Its own autocast, as in a program that was written for it"
     def predict_batch(self, x):
-        with torch.autocast('cpu', torch.float16): return self.model(x)
+        with torch.autocast(x.device.type, torch.float16): return self.model(x)
 
 class Recompute(torch.autograd.Function):
     "As a reversible net: nothing is kept, `m` runs again in the backward pass"

@@ -74,6 +74,20 @@ def test_a_norm_with_code_of_its_own_is_in_fp32():
         with Kernels() as seen, half_forward(model): model(torch.empty(image, device='cuda'))
         assert [floats(o) for o in after_linear(seen.ops) if o[0]._opname=='mul']==[{f32}]
 
+# %% optimizers
+def test_averages_that_were_loaded_onto_the_cpu_go_to_their_parameters():
+    "`learn.load` leaves them there if the `DataLoaders` have no device"
+    with fake_cuda(model := nn.Linear(4, 4)):
+        ps = list(model.parameters())
+        opt = FusedAdam(ps, lr=0.1)
+        saved = opt.state_dict()
+        state = [dict(step=3, grad_avg=torch.empty(p.shape), sqr_avg=torch.empty(p.shape)) for p in ps]
+        opt.load_state_dict({**saved, 'state':state})
+        for p in ps: p.grad = torch.empty_like(p)
+        for _ in range(2): opt.step()
+        averages = [opt.state[p][k] for p in ps for k in ('grad_avg','sqr_avg')]
+        assert {t.device.type for t in averages}=={'cuda'} and {opt.state[p]['step'] for p in ps}=={5}
+
 # %% autocast's lists
 half_ops = dict(
     linear=lambda x: F.linear(x, x), matmul=lambda x: x@x, mm=lambda x: torch.mm(x, x), mv=lambda x: x.mv(x[0]),

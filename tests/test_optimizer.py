@@ -2,7 +2,7 @@
 import pickle
 from copy import deepcopy
 import pytest,torch
-from fastai.basics import Adam,DataLoader,DataLoaders,Lamb,Larc,Learner,QHAdam,RAdam,nn,partial,ranger,set_seed
+from fastai.basics import Adam,DataLoader,DataLoaders,Lamb,Larc,Learner,QHAdam,RAdam,default_device,nn,partial,ranger,set_seed
 from fastai_amp16.optimizer import Adam16,AdamW16,FusedAdam,Lamb16,Larc16,QHAdam16,RAdam16,RMSProp16,ranger16
 
 def params(seed=0, dtype=torch.float32):
@@ -50,8 +50,8 @@ def test_checkpoints_go_both_ways(first, second, tmp_path):
     def learner(f):
         set_seed(0)
         ds = [(torch.randn(4),torch.randn(1)) for _ in range(32)]
-        return Learner(DataLoaders(DataLoader(ds, bs=8),DataLoader(ds, bs=8)),
-                       nn.Sequential(nn.Linear(4,8, bias=False), nn.BatchNorm1d(8), nn.Linear(8,1)), nn.MSELoss(), f, path=tmp_path)
+        dls = DataLoaders(DataLoader(ds, bs=8),DataLoader(ds, bs=8), device=default_device())
+        return Learner(dls, nn.Sequential(nn.Linear(4,8, bias=False), nn.BatchNorm1d(8), nn.Linear(8,1)), nn.MSELoss(), f, path=tmp_path)
     def fit(learn):
         with learn.no_bar(), learn.no_logging(): learn.fit(2, 0.01, wd=0.1)
         return learn
