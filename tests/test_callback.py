@@ -101,7 +101,7 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
     def tolist(self, t, of=torch.Tensor.tolist):
         self.reads += 1 # on a CPU no operator shows it
-        return of(t)
+        with torch._C.DisableTorchFunction(): return of(t) # each mode would call this method again
     def backward(self, t, *args, of=torch.Tensor.backward, **kwargs):
         self.apart = True
         of(t, *args, **kwargs)
