@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend,sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from .nested import half_types
-from .private import TorchDispatchMode
+from .private import TorchDispatchMode,backward_with_modes
 from .recurrent import is_recurrent_with_dropout,layer_by_layer
 
 # %% ../nbs/02b_comparable.ipynb #0f067267
@@ -31,15 +31,12 @@ def _attention_dropout(func, args, kwargs):
     if func is F.multi_head_attention_forward and kwargs.get('training', True): return args[10]
     return 0.
 
-def _backward(t, gradient=None, retain_graph=None, create_graph=False, inputs=None):
-    torch.autograd.backward(t, gradient, retain_graph, create_graph, inputs=inputs)
-
 class _DropoutByTorch(TorchFunctionMode):
     "Dropout that is part of a larger kernel is computed by itself"
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is Tensor.backward: # runs without modes, but activation checkpoints call parts of the model in it
-            with self: return _backward(*args, **kwargs)
+        if func is Tensor.backward:
+            with self: return backward_with_modes(*args, **kwargs)
         if is_recurrent_with_dropout(func, args): return layer_by_layer(func, args)
         in_steps = _attention_dropout(func, args, kwargs)>0
         with sdpa_kernel(SDPBackend.MATH) if in_steps else nullcontext(): return func(*args, **kwargs)

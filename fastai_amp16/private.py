@@ -115,6 +115,17 @@ is_functorch_wrapped = getattr(getattr(torch._C, '_functorch', None), 'is_functo
 multiply_all = torch._foreach_mul_ # tensors, in place, by a number
 fused_adam,fused_adamw = torch._fused_adam_,torch._fused_adamw_ # a step of Adam for many parameters
 
+_run_backward = getattr(torch.autograd.graph, '_engine_run_backward', None)
+
+def backward_with_modes(t, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+    "As `t.backward`, but what an activation checkpoint computes again in it sees the modes that are on; without the name, it sees none"
+    if _run_backward is None or gradient is None and t.numel()!=1:
+        return torch.autograd.backward(t, gradient, retain_graph, create_graph, inputs=inputs)
+    if gradient is None: gradient = torch.ones_like(t)
+    if retain_graph is None: retain_graph = create_graph
+    inputs = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    _run_backward((t,), (gradient,), retain_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True)
+
 class TorchDispatchMode(_python_dispatch.TorchDispatchMode):
     "torch's documented one, without an import of its compiler when the mode first sees an operator, which takes seconds"
     @classmethod
