@@ -9,6 +9,11 @@ both = pytest.mark.parametrize('to,dtype', [('to_fp16_dynamic',torch.float16), (
 
 devices = 'cpu','cuda'
 
+def not_as_cuda(names, without, reason):
+    "`names` as parameters; those `without` a fault on CUDA are skipped where tests run as there"
+    mark = pytest.mark.not_as_cuda(reason)
+    return [pytest.param(o, marks=mark if o in without else ()) for o in names]
+
 def mlp(bn=True): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16) if bn else nn.Identity(), nn.ReLU(), nn.Linear(16,1))
 
 def plain_mlp(): return mlp(bn=False)

@@ -56,13 +56,14 @@ def uncompared(monkeypatch):
     "For tests that look at each call of the model: none is a comparison with fp32"
     monkeypatch.setattr('fastai_amp16.compare.Comparison.make', lambda self, step, plan, call, aside: call())
 
-@pytest.fixture(autouse=True)
-def tensors_on_the_device(monkeypatch):
+@pytest.fixture(scope='module', autouse=True)
+def tensors_on_the_device():
     "What a test makes lies where the learners train; what fastai's `Learner` makes, on the CPU, as it does in programs"
     if device=='cpu': yield
     else:
         import torch,fastai.learner
         def tensor(*args, f=fastai.learner.tensor, **kwargs):
             with torch.device('cpu'): return f(*args, **kwargs)
-        monkeypatch.setattr(fastai.learner, 'tensor', tensor) # smooth losses, and the order of predictions
-        with torch.device(device): yield
+        with pytest.MonkeyPatch.context() as patch, torch.device(device):
+            patch.setattr(fastai.learner, 'tensor', tensor) # smooth losses, and the order of predictions
+            yield

@@ -772,13 +772,14 @@ def test_a_step_of_ones_own_with_events_is_as_good_as_fastais(end):
 
 def test_nothing_of_a_cancelled_backward_pass_stays():
     "The next batch begins without the mode that scales"
+    def modes(): return torch.overrides._get_current_function_mode_stack()
     class Cancels(Callback):
         order,modes = 50,[]
-        def before_batch(self): self.modes += torch.overrides._get_current_function_mode_stack()
+        def before_batch(self): self.modes.append(modes())
         def before_backward(self):
             if self.iter in (2,5): raise CancelBatchException()
     own_end(Learner._do_grad_opt, fp16, [Cancels()])
-    assert not Cancels.modes
+    assert len(Cancels.modes)>10 and all(o==modes() for o in Cancels.modes)
 
 @pytest.mark.parametrize('end', [Learner._do_grad_opt, by_autograd])
 def test_no_step_is_taken_with_gradients_that_nothing_can_use(end):

@@ -838,6 +838,7 @@ def test_a_mixed_precision_of_another_library():
 
 def series_net(): return nn.Sequential(nn.Unflatten(1, (1,8)), nn.Conv1d(1,4,3), nn.ReLU(), nn.Flatten(), nn.Linear(24,1))
 
+@pytest.mark.cpu_only('its fp16 convolutions are slow')
 def test_a_cpu_says_what_fp16_convolutions_cost(recwarn):
     "Once, and only where there are some to pay for"
     warnings.simplefilter('always')

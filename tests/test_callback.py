@@ -266,9 +266,9 @@ def test_optimizer_of_another_model():
 
 def test_autocast_is_that_of_the_models_device():
     "Also before and after a fit, where nobody is at work"
-    learn = learner().to_fp16_dynamic()
+    learn,device = learner().to_fp16_dynamic(),default_device().type
     for _ in range(2):
-        with learn.mixed_precision.autocast: assert torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu')==torch.float16
+        with learn.mixed_precision.autocast: assert torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)==torch.float16
         fit(learn, 1)
 
 def test_emulated_bf16(monkeypatch):

@@ -21,7 +21,11 @@ import fastai_amp16.exam as exam
 import fastai_amp16.optimizer as optimizers
 from fastai_amp16.all import AdamW16,Checkup,Finding,register_norm,swap_module
 from fastai_amp16.doctor import _Device,_device,_examine
+from common import not_as_cuda
+from conftest import asked
 from hostile import zoo
+
+pytestmark = pytest.mark.cpu_only('what a GPU is slow at would be found, too')
 
 def made_of(data, model, loss_func=None, opt_func=AdamW16, shuffle=False, **kwargs):
     "A learner on the samples `data`, all in one batch"
@@ -208,7 +212,10 @@ def is_harmless(learn):
     c = learn.fp16_doctor()
     return not [o for o in c if o.severity!='info'] and not any(o.keep for o in c) and not c.remedy
 
-@pytest.mark.parametrize('name', hazards)
+fp32_on_cuda = 'eps_div eps_clamp normalize eps_small cosine logsumexp logsumexp_fails logsumexp_of_nothing softplus log_softmax rms \
+rms_fails rms_small gain_first'.split()
+
+@pytest.mark.parametrize('name', not_as_cuda(hazards, fp32_on_cuda, 'autocast computes powers, `exp`, sums, norms and `softmax` in fp32'))
 def test_hazard(name):
     model,module,severity,fact,remedy,twins = hazards[name]
     found = findings(learner(model))
@@ -220,6 +227,12 @@ def test_hazard(name):
         assert not findings(learn), code
     for twin in twins: assert is_harmless(learner(twin))
 
+@pytest.mark.parametrize('name', fp32_on_cuda)
+@pytest.mark.skipif(asked=='cpu', reason='a CPU computes these in half precision')
+def test_what_cuda_computes_in_fp32_is_no_hazard_there(name): assert is_harmless(learner(hazards[name][0]))
+
+fp32_softmax = pytest.mark.not_as_cuda('autocast computes `softmax` in fp32')
+
 @pytest.mark.parametrize('hazard,module,remedy,twins', [
     (bce(probabilities(nn.Sigmoid())), '1', 'swap_module',
      [dict(model=probabilities(nn.Identity()), y=torch.rand(4, 4), loss_func=nn.BCEWithLogitsLoss()),
@@ -227,9 +240,9 @@ def test_hazard(name):
     (bce(probabilities(Code(lambda s,x: x.sigmoid().clamp(1e-4, 1-1e-4)))), '1', 'BCEWithLogitsLossFlat',
      [bce(probabilities(Code(lambda s,x: x.float().sigmoid()))),
       bce(probabilities(Code(lambda s,x: x.sigmoid().clamp(1e-4, 1-1e-4)), sure=False))]),
-    (dict(model=probabilities(nn.Softmax(-1)), loss_func=nll), '1', 'CrossEntropyLossFlat',
+    pytest.param(dict(model=probabilities(nn.Softmax(-1)), loss_func=nll), '1', 'CrossEntropyLossFlat',
      [dict(model=probabilities(nn.LogSoftmax(-1)), loss_func=nn.NLLLoss()),
-      dict(model=probabilities(nn.Softmax(-1), sure=False), loss_func=nll)])],
+      dict(model=probabilities(nn.Softmax(-1), sure=False), loss_func=nll)], marks=fp32_softmax)],
     ids=['module', 'code', 'softmax'])
 def test_loss(hazard, module, remedy, twins):
     found = findings(learner(**hazard))
@@ -240,9 +253,10 @@ def test_loss(hazard, module, remedy, twins):
         assert not findings(learn) or (i==0 and 'and no' in code)
     for twin in twins: assert is_harmless(learner(**twin))
 
-@pytest.mark.parametrize('hazard', [bce(probabilities(nn.Sigmoid())), dict(model=probabilities(nn.Softmax(-1)), loss_func=nll),
-    dict(model=lambda: nn.Sequential(nn.Unflatten(1, (2,2,2)), nn.Conv2d(2, 4, 1), Code(lambda s,x: 12*x), nn.Softmax(1)),
-         y=torch.arange(16).view(4,2,2)%4, loss_func=nll)], ids=['sigmoid','softmax','pixels'])
+@pytest.mark.parametrize('hazard', [bce(probabilities(nn.Sigmoid())),
+    pytest.param(dict(model=probabilities(nn.Softmax(-1)), loss_func=nll), marks=fp32_softmax),
+    pytest.param(dict(model=lambda: nn.Sequential(nn.Unflatten(1, (2,2,2)), nn.Conv2d(2, 4, 1), Code(lambda s,x: 12*x), nn.Softmax(1)),
+                      y=torch.arange(16).view(4,2,2)%4, loss_func=nll), marks=fp32_softmax)], ids=['sigmoid','softmax','pixels'])
 def test_predictions_are_probabilities_after_the_remedy_as_well(hazard):
     learn = learner(**hazard)
     code,*_ = remedies(findings(learn)[0])
@@ -288,7 +302,8 @@ def test_equal_findings_are_one():
     assert (found.module,found.others)==('2.0',['2.1']) and "keep_fp32=['2.0', '2.1']" in found.remedy
 
 def test_what_is_kept_is_added_to():
-    learn = learner(lambda: nn.Sequential(Net(Norming(), top=60), nn.Linear(4, 4))).to_fp16_dynamic(keep_fp32=['1'])
+    large = code(lambda s,x: s.lin(x*1e6/1e6), lin=nn.Linear(8, 8))
+    learn = learner(lambda: nn.Sequential(large(), nn.Linear(4, 4))).to_fp16_dynamic(keep_fp32=['1'])
     assert findings(learn)[0].remedy=="learn.to_fp16_dynamic(keep_fp32=['1', '0.mid.'])"
 
 def test_a_model_that_differs_from_run_to_run():
@@ -502,7 +517,7 @@ def test_memory_that_nobody_wrote_is_no_overflow():
     finally: torch.use_deterministic_algorithms(False)
     assert c.report.verdict=='healthy' and not c.report.table.nonfinite.any() and all(o.severity=='info' for o in c)
 
-@pytest.mark.parametrize('name', zoo)
+@pytest.mark.parametrize('name', not_as_cuda(zoo, ['sum_pool','poisson','cosine'], 'autocast computes `exp`, sums and norms in fp32'))
 def test_zoo(name):
     "What cannot be trained in plain fp16 is named, at the place; what is wrong with it is seen at times only in the batch"
     named = dict(regnety=('stem.0','gives numbers','trunk_output.0.f.4','Squeeze'), norm_free=('blocks.','gives numbers'),
@@ -615,6 +630,7 @@ def test_swap_module_leaves_what_is_never_called():
 def test_swap_module_says_what_is_wrong(args, error, match):
     with pytest.raises(error, match=match): swap_module(*args)
 
+@pytest.mark.not_as_cuda('autocast computes sums in fp32')
 def test_the_example_of_contributing(monkeypatch):
     text = (Path(__file__).parent.parent/'CONTRIBUTING.md').read_text()
     monkeypatch.setattr(exam, '_checks', [])

@@ -299,7 +299,7 @@ class OwnAutocast(Net):
     "One region of it computes in fp32"
     def forward(self, x, gain=1.):
         x = self.enc(x)
-        with torch.autocast('cpu', enabled=False): return self.head(x.float())*gain
+        with torch.autocast(x.device.type, enabled=False): return self.head(x.float())*gain
 
 @pytest.mark.usefixtures('uncompared')
 def test_a_model_with_an_autocast_of_its_own():

@@ -107,7 +107,7 @@ widest_ops = dict(
     bilinear=lambda x,y,z: F.bilinear(x, y, z[None].expand(4,-1,-1)), cross=lambda x,y,z: torch.cross(x[:,:3], y[:,:3], dim=1),
     tensordot=lambda x,y,z: torch.tensordot(x, y),
     grid_sample=lambda x,y,z: F.grid_sample(x[None,None], y[:,:2][None,None], align_corners=False),
-    scatter_add=lambda x,y,z: x.scatter_add(0, torch.zeros(4, 4, dtype=torch.long, device='cuda'), y))
+    scatter_add=lambda x,y,z: x.scatter_add(0, torch.zeros(4, 4, dtype=torch.long, device=x.device), y))
 
 class Op(nn.Module):
     "An operation on what the model is given"

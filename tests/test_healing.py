@@ -11,7 +11,7 @@ from fastai_amp16.all import AdamW16
 from fastai_amp16.exam import training_case
 import hostile
 from hostile import bad_samples,hopeless,plain_fp16,zoo
-from common import Called,Detour,Do,Poison,between,clean,fit,learner,masked_fill,mse,small_root,times_and_back,weights
+from common import Called,Detour,Do,Poison,between,clean,fit,learner,masked_fill,mse,not_as_cuda,small_root,times_and_back,weights
 
 quiet = pytest.mark.filterwarnings('ignore::UserWarning')
 floor = 0.01 # of figures that are 1 at best: two or three of 256 samples, which rounding alone moves where all seeds of fp32 agree
@@ -25,7 +25,7 @@ def all_taken(learn):
 
 # %% the zoo
 @pytest.mark.cpu_only('the plain loop is one for it')
-@pytest.mark.parametrize('name', zoo)
+@pytest.mark.parametrize('name', not_as_cuda(zoo, ['sum_pool'], 'autocast computes sums in fp32'))
 def test_plain_fp16_fails(name):
     "With a dynamic loss scale or with a static one, where fp32 passes 0.9 by far"
     s = zoo[name]
@@ -67,8 +67,9 @@ class FirstHealed(Callback):
         if self.training and not self.mixed_precision.reports:
             self.batch,self.state = (*self.xb,*self.yb),{k: v.clone() for k,v in self.model.state_dict().items()}
 
-@pytest.mark.parametrize('name', ['regnety','norm_free','masked_add','masked_fill','large_logits','rms_inline','poisson','sigmoid_bce',
-                                  'backward_only','cosine'])
+@pytest.mark.parametrize('name', not_as_cuda(
+    ['regnety','norm_free','masked_add','masked_fill','large_logits','rms_inline','poisson','sigmoid_bce','backward_only','cosine'],
+    ['poisson','cosine'], 'autocast computes `exp` and norms in fp32'))
 def test_the_smallest_set_named_in_one_line(name):
     "All that was promoted at once is needed, and the line of code in the warning gives a fit without a single report"
     s = zoo[name]
