@@ -486,10 +486,10 @@ def convnext(norm=None):
 
 def tabular():
     set_seed(0)
-    with torch.device('cpu'): # pandas and fastai make arrays of these numbers
-        df = pd.DataFrame(dict(a=torch.randn(64), b=torch.randn(64), c=list('xyz!')*16, y=torch.randn(64)))
-        dls = TabularDataLoaders.from_df(df, procs=[Categorify, Normalize], cat_names=['c'], cont_names=['a','b'], y_names='y', bs=16)
-    return tabular_learner(dls, layers=[32,16], n_out=1)
+    df = pd.DataFrame(dict(a=torch.randn(64), b=torch.randn(64), c=list('xyz!')*16, y=torch.randn(64)))
+    return tabular_learner(TabularDataLoaders.from_df(df, procs=[Categorify, Normalize], cat_names=['c'], cont_names=['a','b'],
+                                                      y_names='y', bs=16),
+                           layers=[32,16], n_out=1)
 
 def awd():
     config = dict(emb_sz=16, n_hid=24, n_layers=2, pad_token=1, bidir=False, output_p=.1, hidden_p=.1, input_p=.1, embed_p=.1, weight_p=.1)
