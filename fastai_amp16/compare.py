@@ -168,12 +168,14 @@ def are_wrong(
     controls:tuple=None # In fp32: with rounded outputs, and the same batch twice; `None` if these are not known yet
 ) -> bool: # Without `controls`, only whether it may be so
     "Are predictions farther from fp32's than rounding explains?"
-    pred,reference,control = [o.pred for o in (run, reference, (controls or [run])[0])]
-    off,times = deviation(pred, reference),_times if controls else 0
+    pred,reference,of_loss = run.pred,reference.pred,partial(loss_deviation, learn)
+    def is_far(d, measure): # the control is measured only where that matters
+        return d>wrong and (not controls or d>_times*(measure(controls[0].pred, reference) or 0.))
+    off = deviation(pred, reference)
     if off<=_matters: return False # where almost nothing is left to learn, any rounding is much for the loss
-    of_loss = loss_deviation(learn, pred, reference)
-    if off>max(wrong, times*deviation(control, reference)) and (of_loss is None or of_loss>_matters): return True
-    return of_loss is not None and of_loss>max(wrong, times*(loss_deviation(learn, control, reference) or 0.))
+    lost = of_loss(pred, reference)
+    if is_far(off, deviation) and (lost is None or lost>_matters): return True
+    return lost is not None and is_far(lost, of_loss)
 
 # %% ../nbs/13_compare.ipynb #8e0c4d51
 _farther = 4 # a result this many times as far off as what went in, or as rounding explains, is wrong
