@@ -208,6 +208,12 @@ _first,_most = 16,256 # the gaps between steps that are compared begin with this
 
 def _random_states(): return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
 
+def _if_memory_allows(f):
+    "What `f` returns; `None` if there is not enough memory for it"
+    try: return f()
+    except Exception as e:
+        if not is_out_of_memory(e): raise
+
 class _Trials:
     "Makes the first call of the model in a batch by other plans, without a trace"
     def __init__(self, learn, state, aside): # `state`: a `ModelState`; `aside` as for `Comparison.make`
@@ -228,6 +234,11 @@ class _Trials:
     def run(self, plan):
         "What comes of a call before the batch's own one"
         with unchanged(self.learn, noted=self.noted), comparable(), torch.no_grad(): return self.calls(plan)
+
+    def attempt(self, plan):
+        "As `run`; `None` if that raises anything"
+        try: return self.run(plan)
+        except Exception: return None
 
     def control(self, context, plan=None, n=1, f=None):
         "What comes of calls, or of `f`, in a context, after the batch's own call"
@@ -290,19 +301,19 @@ class Comparison:
 
         All processes do so in the same step; several of them run the controls together, in the diagnosis. Where memory is too small for it,
         nothing is compared."""
-        batches,fp32,half = step.batches,None,None
+        batches,half = step.batches,None
         learn,self.weights = batches.learn,batches.model_state.weights()
         if learn.training: self.is_due = False
-        try:
-            trials = _Trials(learn, batches.model_state, aside)
-            fp32 = trials.run(None)
-            # the batch's own call draws other numbers, or as compiled code does
-            if trials.draws or any(map(compiled, learn.model.modules())): half = trials.run(plan)
-        except Exception: fp32 = None
-        res = call() # which raises the same exception, unless memory was too small for the comparison
-        if fp32 is None: return res
-        half = half or trials.left(res)
-        try: step.silent = trials.differ(half, fp32) and (step.ranks.size>1 or trials.are_wrong(half, fp32, plan))
-        except Exception as e:
-            if not is_out_of_memory(e): raise
+        trials = _if_memory_allows(lambda: _Trials(learn, batches.model_state, aside))
+        fp32 = trials and trials.attempt(None)
+        # where the batch's own call draws other numbers, half precision runs once more; compiled code draws in its own way
+        draws = trials is not None and (trials.draws or any(map(compiled, learn.model.modules())))
+        runs,draws = zip(*step.ranks.gather((fp32 is not None, draws)))
+        if all(runs) and any(draws): half = trials.attempt(plan)
+        res = call() # which raises what an attempt has raised, unless memory was too small for the comparison
+        if all(runs) and (half or not any(draws)):
+            def judge():
+                own = half or trials.left(res)
+                return trials.differ(own, fp32) and (step.ranks.size>1 or trials.are_wrong(own, fp32, plan))
+            step.silent = bool(_if_memory_allows(judge))
         return res
