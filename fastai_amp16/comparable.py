@@ -27,15 +27,15 @@ class _DropoutInFp32(TorchDispatchMode):
 # %% ../nbs/02b_comparable.ipynb #8fccb6f4
 def _attention_dropout(func, args, kwargs):
     "The probability of dropout in a call of attention; 0 for other functions"
-    if func is F.scaled_dot_product_attention: return kwargs.get('dropout_p', args[4] if len(args)>4 else 0.)
-    if func is F.multi_head_attention_forward and kwargs.get('training', True): return args[10]
-    return 0.
+    def given(i): return kwargs.get('dropout_p', args[i] if len(args)>i else 0.)
+    if func is F.scaled_dot_product_attention: return given(4)
+    return given(10) if func is F.multi_head_attention_forward and kwargs.get('training', True) else 0.
 
 class _DropoutByTorch(TorchFunctionMode):
     "Dropout that is part of a larger kernel is computed by itself"
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is Tensor.backward:
+        if func is Tensor.backward: # torch's own runs without modes, and in it activation checkpoints compute parts of the model again
             with self: return backward_with_modes(*args, **kwargs)
         if is_recurrent_with_dropout(func, args): return layer_by_layer(func, args)
         in_steps = _attention_dropout(func, args, kwargs)>0

@@ -168,12 +168,14 @@ def are_wrong(
     controls:tuple=None # In fp32: with rounded outputs, and the same batch twice; `None` if these are not known yet
 ) -> bool: # Without `controls`, only whether it may be so
     "Are predictions farther from fp32's than rounding explains?"
-    pred,reference,control = [o.pred for o in (run, reference, (controls or [run])[0])]
-    off,times = deviation(pred, reference),_times if controls else 0
+    pred,reference,of_loss = run.pred,reference.pred,partial(loss_deviation, learn)
+    def is_far(d, measure): # the control is measured only where that matters
+        return d>wrong and (not controls or d>_times*(measure(controls[0].pred, reference) or 0.))
+    off = deviation(pred, reference)
     if off<=_matters: return False # where almost nothing is left to learn, any rounding is much for the loss
-    of_loss = loss_deviation(learn, pred, reference)
-    if off>max(wrong, times*deviation(control, reference)) and (of_loss is None or of_loss>_matters): return True
-    return of_loss is not None and of_loss>max(wrong, times*(loss_deviation(learn, control, reference) or 0.))
+    lost = of_loss(pred, reference)
+    if is_far(off, deviation) and (lost is None or lost>_matters): return True
+    return lost is not None and is_far(lost, of_loss)
 
 # %% ../nbs/13_compare.ipynb #8e0c4d51
 _farther = 4 # a result this many times as far off as what went in, or as rounding explains, is wrong
@@ -206,6 +208,12 @@ _first,_most = 16,256 # the gaps between steps that are compared begin with this
 
 def _random_states(): return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
 
+def _if_memory_allows(f):
+    "What `f` returns; `None` if there is not enough memory for it"
+    try: return f()
+    except Exception as e:
+        if not is_out_of_memory(e): raise
+
 class _Trials:
     "Makes the first call of the model in a batch by other plans, without a trace"
     def __init__(self, learn, state, aside): # `state`: a `ModelState`; `aside` as for `Comparison.make`
@@ -226,6 +234,11 @@ class _Trials:
     def run(self, plan):
         "What comes of a call before the batch's own one"
         with unchanged(self.learn, noted=self.noted), comparable(), torch.no_grad(): return self.calls(plan)
+
+    def attempt(self, plan):
+        "As `run`; `None` if that raises anything"
+        try: return self.run(plan)
+        except Exception: return None
 
     def control(self, context, plan=None, n=1, f=None):
         "What comes of calls, or of `f`, in a context, after the batch's own call"
@@ -288,19 +301,19 @@ class Comparison:
 
         All processes do so in the same step; several of them run the controls together, in the diagnosis. Where memory is too small for it,
         nothing is compared."""
-        batches,fp32,half = step.batches,None,None
+        batches,half = step.batches,None
         learn,self.weights = batches.learn,batches.model_state.weights()
         if learn.training: self.is_due = False
-        try:
-            trials = _Trials(learn, batches.model_state, aside)
-            fp32 = trials.run(None)
-            # the batch's own call draws other numbers, or as compiled code does
-            if trials.draws or any(map(compiled, learn.model.modules())): half = trials.run(plan)
-        except Exception: fp32 = None
-        res = call() # which raises the same exception, unless memory was too small for the comparison
-        if fp32 is None: return res
-        half = half or trials.left(res)
-        try: step.silent = trials.differ(half, fp32) and (step.ranks.size>1 or trials.are_wrong(half, fp32, plan))
-        except Exception as e:
-            if not is_out_of_memory(e): raise
+        trials = _if_memory_allows(lambda: _Trials(learn, batches.model_state, aside))
+        fp32 = trials and trials.attempt(None)
+        # where the batch's own call draws other numbers, half precision runs once more; compiled code draws in its own way
+        draws = trials is not None and (trials.draws or any(map(compiled, learn.model.modules())))
+        runs,draws = zip(*step.ranks.gather((fp32 is not None, draws)))
+        if all(runs) and any(draws): half = trials.attempt(plan)
+        res = call() # which raises what an attempt has raised, unless memory was too small for the comparison
+        if all(runs) and (half or not any(draws)):
+            def judge():
+                own = half or trials.left(res)
+                return trials.differ(own, fp32) and (step.ranks.size>1 or trials.are_wrong(own, fp32, plan))
+            step.silent = bool(_if_memory_allows(judge))
         return res

@@ -411,6 +411,19 @@ def test_optimizer(opt_func, bad):
             do(eps(learn)[0].remedy, learn)
             assert not eps(learn)
 
+@pytest.mark.parametrize('knows', [True,False])
+def test_recurrent_layers_in_bf16(knows, monkeypatch):
+    "Where cuDNN does not know them in bf16 they stay in fp32, and the doctor says so"
+    monkeypatch.setattr('fastai_amp16.doctor.cudnn_has_bf16', lambda: knows)
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn,self.out = nn.GRU(8, 8, batch_first=True),nn.Linear(8, 4)
+        def forward(self, x): return self.out(self.rnn(x[:,None])[0][:,0])
+    learn = learner(Rows).to_bf16_dynamic(keep_fp32='rnn')
+    found = [o for o in findings(learn, device=_Device('cuda', 'NVIDIA A100-SXM4-40GB', (8,0))) if 'cuDNN' in o.fact]
+    assert [o.module for o in found]==([] if knows else ['rnn'])
+
 T4,V100,A100 = (_Device('cuda', 'Tesla T4', (7,5), True),_Device('cuda', 'Tesla V100-SXM2-16GB', (7,0), True),
                 _Device('cuda', 'NVIDIA A100-SXM4-40GB', (8,0)))
 @pytest.mark.parametrize('device,fp16,bf16', [

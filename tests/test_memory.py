@@ -1,8 +1,9 @@
 "A comparison with fp32 takes little memory, and is left out where there is not enough; no such error is a fault of half precision"
 import pytest,torch
-from fastai.basics import Callback,CancelFitException,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,SGD,default_device,nn,set_seed
+from fastai.basics import (Callback,CancelFitException,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,SGD,default_device,nn,
+                           partial,set_seed)
 import fastai_amp16.all # noqa: F401
-from fastai_amp16.compare import Comparison,deviation
+from fastai_amp16.compare import Comparison,deviation,loss_deviation
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -37,11 +38,12 @@ n_words,n_texts,n_tokens = 2000,16,40
 large = 4*n_words*n_texts*n_tokens # bytes of predictions in fp32
 
 class Words(nn.Module):
-    "A language model: next to nothing but its predictions is large"
-    def __init__(self, drop=0.):
+    "A language model: little but its predictions is large; on a level, rounding shows in these, and not in the loss"
+    def __init__(self, drop=0., level=0.):
         super().__init__()
         self.emb,self.drop,self.out = nn.Embedding(n_words, 8),nn.Dropout(drop),nn.Linear(8, n_words)
-        nn.init.normal_(self.out.weight, std=3.) # so that rounding shows
+        nn.init.normal_(self.out.weight, std=0.1)
+        nn.init.constant_(self.out.bias, level)
     def forward(self, x): return self.out(self.drop(self.emb(x)))
 
 def learner(model=Words, to='to_fp16_dynamic', n=3, **kwargs):
@@ -69,18 +71,17 @@ class OneStep(Callback):
 @pytest.mark.parametrize('drop', [0.,0.3])
 @pytest.mark.parametrize('f', [training,validation])
 def test_a_comparison_takes_memory_for_one_more_set_of_predictions(f, drop, to, dtype, monkeypatch):
-    "In the first step and in a validation, beside a fit that compares nothing"
-    cbs,compared = [OneStep()] if f is training else [],[]
-    make = Comparison.make
-    def notes(self, step, *args):
-        res = make(self, step, *args)
-        compared.append(step.silent)
+    "In the first step and in a validation, beside a fit that compares nothing; the loss on predictions included"
+    cbs,compared,level = [OneStep()] if f is training else [],[],30. if dtype==torch.float16 else 4.
+    model = partial(Words, drop, level)
+    def noted(*args, of=loss_deviation):
+        compared.append(res := of(*args))
         return res
-    monkeypatch.setattr(Comparison, 'make', notes)
-    with_it = peak(f, learner(lambda: Words(drop), to, cbs=cbs))
-    assert compared==[False]
+    monkeypatch.setattr('fastai_amp16.compare.loss_deviation', noted)
+    with_it = peak(f, learner(model, to, cbs=cbs))
+    assert len(compared)==1 and 0<compared[0]<0.1
     monkeypatch.setattr(Comparison, 'make', lambda self, step, plan, call, aside: call())
-    without = peak(f, learner(lambda: Words(drop), to, cbs=cbs))
+    without = peak(f, learner(model, to, cbs=cbs))
     assert without>large and with_it-without<=2.5*large
 
 def wide(): return nn.Sequential(nn.Embedding(n_words, 8), nn.Linear(8, n_words), nn.ReLU(), nn.Linear(n_words, 2))
