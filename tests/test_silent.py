@@ -452,7 +452,6 @@ class Norms(Callback):
         grads = torch.autograd.grad(loss, [*params.values()])
         self.norms.append([get_total_norm(o).item() for o in ([p.grad for p in params.values()], grads)])
 
-@pytest.mark.cpu_only('its kernels round before they add a bias, so that sums near 0 become 0')
 @pytest.mark.filterwarnings('ignore::UserWarning')
 @pytest.mark.parametrize('to,by,n', [('to_fp16_dynamic',3e4,1920), ('to_bf16_dynamic',1e5,960)], ids=['fp16','bf16'])
 def test_gradients_that_half_precision_makes_large(to, by, n):
