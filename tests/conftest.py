@@ -67,3 +67,11 @@ def tensors_on_the_device():
         with pytest.MonkeyPatch.context() as patch, torch.device(device):
             patch.setattr(fastai.learner, 'tensor', tensor) # smooth losses, and the order of predictions
             yield
+
+@pytest.fixture
+def as_in_programs():
+    "What a test makes lies on the CPU, and fastai takes it to where learners train: for what becomes arrays, or goes to other processes"
+    if device=='cpu': yield
+    else:
+        import torch
+        with torch.device('cpu'): yield

@@ -109,7 +109,7 @@ def test_predictions_inside_a_fit():
     fetch = FetchPredsCallback()
     learn = fit(learner(cbs=fetch).to_fp16_dynamic(), 3)
     with torch.no_grad(), half_forward(learn.model.eval()): pred = learn.model(torch.stack([o[0] for o in learn.dls.valid_ds]))
-    assert torch.equal(fetch.preds[0], pred.float())
+    assert torch.equal(fetch.preds[0], pred.float().cpu())
     assert learn.mixed_precision.n_skipped==0 and len(learn.mixed_precision.history)==12
     clean(learn)
 

@@ -94,7 +94,7 @@ verdicts = dict(
     exp=(mid(lambda x: (x*1e3).exp()), 'divergence', '1', 'exp', r'first in `exp` in 1 \(Do\), although no number that goes in exceeds'),
     singular=(mid(norm_of_zero), 'divergence', '1', None, r'backward pass is not finite in fp32 either, first in 1 \(Do\)'),
     scale=(lambda: healthy(loss_func=lambda p,t: 1e4*mse(p, t)), 'scale', None, None, r'65536 is too high .* fits'),
-    noise=(lambda: case(mlp(), x=1e3*torch.randn(8,8), loss_func=lambda p,t: 16*mse(p, t)), 'scale', None, None,
+    noise=(lambda: case(mlp(), x=1e3*torch.randn(8,8), loss_func=lambda p,t: 64*mse(p, t)), 'scale', None, None,
            r'65536 is too high .* fits'), # the gradient of a bias before a norm is noise
     forward=(mid(lambda x: x*1e6, lambda x: x*1e-6), 'forward', '1', 'mul', r'`mul` in 1 \(Do\) gives numbers up to .*65504'),
     intermediate=(mid(lambda x: x*1e6/1e6), 'forward', '1', 'mul', r'`mul` in 1 \(Do\)'),

@@ -137,7 +137,7 @@ def same_training(a, b, skipped=0):
     (_,va),(_,vb) = a.recorder.values[-1],b.recorder.values[-1]
     assert vb==pytest.approx(va, rel=1e-2)
     assert [cb.norms for cb in b.cbs if isinstance(cb, GradientNormClip)][0]==b.mixed_precision.history.grad_norm.tolist()
-    if not isinstance(b.model, (torch._dynamo.OptimizedModule,torch.jit.ScriptModule)): clean(b) # these have a `forward` of their own
+    if not isinstance(b.model, torch.jit.ScriptModule): clean(b) # which has a `forward` of its own
 
 def ran_again(learn): return learn.mixed_precision.history.reruns[lambda s: s>0].index.tolist()
 

@@ -7,6 +7,8 @@ from sklearn.datasets import load_breast_cancer
 from fastai_amp16.all import AdamW16,GradientNormClip
 from fastai_amp16.demo import digits_dls
 
+pytestmark = pytest.mark.usefixtures('as_in_programs') # fastai splits data by arrays
+
 class Block(nn.Module):
     def __init__(self, ni, nf, stride=1):
         super().__init__()

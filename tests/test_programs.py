@@ -421,6 +421,7 @@ def test_weights_that_are_not_finite_to_begin_with_are_named(number):
     with torch.no_grad(): learn.model[0].weight[0,1] = number
     assert named(learn, 1e-2)=='Weights or buffers are not finite to begin with: 0.weight (1 of 128 numbers).'
 
+@pytest.mark.usefixtures('as_in_programs') # a process of a loader has no GPU
 @pytest.mark.parametrize('shuffle', [False,True])
 @pytest.mark.parametrize('num_workers', [0,1])
 def test_samples_are_named_by_their_place_in_the_data_set(shuffle, num_workers):
