@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from fastai_amp16.all import DynamicScaler
 from trainings import trainings
 
-pytestmark = pytest.mark.cpu_only('these scripts measure on one')
+pytestmark = pytest.mark.not_as_cuda('these scripts measure what a CPU does')
 
 def read(path): return json.loads(path.read_text())
 

@@ -267,7 +267,7 @@ def test_bytes_of_a_step(ranks): ranks(_sends)
 
 # A batch runs again on all ranks
 
-def regular(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), Detour(), nn.Linear(16,1))
+def regular(): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16), nn.Tanh(), dropout(0.2), Detour(), nn.Linear(16,1))
 
 class Outlier(Callback):
     "Gradients of the batches `at` are a million times the usual"

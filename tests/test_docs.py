@@ -237,7 +237,7 @@ def test_the_table_is_that_of_its_script():
     for r in res['rows']: assert f"| {r['what']} | "+' | '.join('✓' if r[o] else '–' for o in order)+' |' in shown
     assert res['machine'] in shown and shown.count('\n| ')==len(res['rows'])+5 # two tables, the first of which begins the text
 
-@pytest.mark.cpu_only('the results were computed there')
+@pytest.mark.not_as_cuda('the results were computed on a CPU')
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('what', [*list(survival.trainings)[::4], *survival.events]) # test_healing trains all of them
 def test_survival(what):

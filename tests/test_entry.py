@@ -1109,7 +1109,9 @@ def test_another_loader_gives_each_batch_once(to):
     same_training(a, b)
 
 def test_a_healthy_fit_runs_code_of_the_users_once():
-    "Only the model is asked once more, in the 1st and the 16th step and in the validation; the loss function where predictions differ"
+    """Only the model is asked again: twice in the 1st and the 16th step, since it draws random numbers, and once in the validation
+
+    The loss function is asked where predictions differ."""
     calls,inner = World(),World()
     class See(Callback):
         def after_pred(self): calls.append('pred')

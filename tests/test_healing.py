@@ -11,7 +11,8 @@ from fastai_amp16.all import AdamW16
 from fastai_amp16.exam import training_case
 import hostile
 from hostile import bad_samples,hopeless,plain_fp16,zoo
-from common import Called,Detour,Do,Poison,between,clean,fit,learner,masked_fill,mse,not_as_cuda,small_root,times_and_back,weights
+from common import (Called,Detour,Do,Poison,between,clean,fit,learner,masked_fill,mse,not_as_cuda,plain_mlp,small_root,times_and_back,
+    weights)
 
 quiet = pytest.mark.filterwarnings('ignore::UserWarning')
 floor = 0.01 # of figures that are 1 at best: two or three of 256 samples, which rounding alone moves where all seeds of fp32 agree
@@ -225,10 +226,13 @@ def test_a_fault_that_comes_now_and_then_is_healed_when_it_first_comes():
 
 @quiet
 def test_one_loud_batch_in_ten_is_learned_from():
+    """Without batch norm: the gradient of a bias before it is rounding alone, of which a loud batch makes a whole step of Adam
+
+    There, trainings in fp32 whose weights differ by an fp16 rounding end 2 % from each other, and here 0.6 % at most."""
     class Loud(Callback):
         def before_backward(self):
             if self.train_iter%10==5: self.learn.loss_grad = self.learn.loss_grad*1e7
-    mp = ends_like_fp32(lambda: learner(n=1600, cbs=Loud()), [], 1, growth_interval=10**6).mixed_precision
+    mp = ends_like_fp32(lambda: learner(plain_mlp, n=1600, cbs=Loud()), [], 1, growth_interval=10**6).mixed_precision
     assert set(mp.history.index[mp.history.reruns>0]%10)=={5} and mp.reports==[]
 
 def test_a_scale_that_looks_for_its_limit():

@@ -3,6 +3,7 @@ import pytest,torch
 from fastai.basics import (Callback,CancelFitException,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,SGD,default_device,nn,
                            partial,set_seed)
 import fastai_amp16.all # noqa: F401
+from fastai_amp16 import record
 from fastai_amp16.compare import Comparison,deviation,loss_deviation
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -128,11 +129,13 @@ def test_wherever_memory_is_too_small(where, to, dtype, monkeypatch, recwarn):
         assert not mp.reports and not mp.promoted and mp.n_rerun==mp.n_skipped==0
     assert all(map(torch.equal, *ends)) and not [w for w in recwarn if 'amp16' in w.filename]
 
-def allocator_fails(*args): raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
-
-def test_a_diagnosis_without_memory_blames_nothing(monkeypatch):
-    "What is said of an overflow is that memory was too small to look into it"
-    monkeypatch.setattr('fastai_amp16.record._sample', allocator_fails)
+@pytest.mark.parametrize('dtype', [torch.float32,torch.float16], ids=['fp32','fp16'])
+def test_a_diagnosis_without_memory_blames_nothing(dtype, monkeypatch):
+    "In either of its runs; what is said of an overflow is that memory was too small to look into it"
+    def sample(t, of=record._sample):
+        if t.dtype==dtype: raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+        return of(t)
+    monkeypatch.setattr(record, '_sample', sample)
     learn = small_learner(between(Do(times_and_back))).to_fp16_dynamic()
     with pytest.warns(UserWarning, match='not enough memory'): fit(learn, 1)
     mp = learn.mixed_precision

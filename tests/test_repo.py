@@ -38,7 +38,7 @@ def shown(cell):
     outs = [o for o in cell.get('outputs', []) if o.get('name')!='stderr'] # matplotlib may be building its font cache
     return [k for o in outs for k in sorted(o.get('data') or [o.get('name', o.output_type)])]
 
-@pytest.mark.cpu_only('what is stored was computed there')
+@pytest.mark.not_as_cuda('what is stored was computed on a CPU')
 @pytest.mark.parametrize('fn', nbs, ids=lambda o: o.stem)
 def test_notebook(fn, monkeypatch):
     "It runs, and puts out what is stored, in kind: numbers and pixels differ between machines and versions of libraries"
