@@ -157,6 +157,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastai_amp16.compare._Trials.differ': ('compare.html#_trials.differ', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare._Trials.left': ('compare.html#_trials.left', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare._Trials.run': ('compare.html#_trials.run', 'fastai_amp16/compare.py'),
+                                      'fastai_amp16.compare._centered': ('compare.html#_centered', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare._change': ('compare.html#_change', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare._chunks': ('compare.html#_chunks', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare._distances': ('compare.html#_distances', 'fastai_amp16/compare.py'),

@@ -38,14 +38,20 @@ def _in_float64(x, y):
     both = x.isfinite() & y.isfinite()
     return [torch.where(both, o, 0).double() for o in (x,y)]
 
+def _centered(y):
+    "`y` without its mean over samples; exactly 0 where all are the same"
+    if not y.dim() or len(y)<2: return y
+    y = y-y[:1]
+    return y-y.mean(0)
+
 def _squares(x, y, centered, cast):
     "The squared norms of `x-y` and of `y`, centered or not"
     if x.is_complex(): x,y = torch.view_as_real(x),torch.view_as_real(y)
     res = 0.
     for x,y in zip(_parts(x), _parts(y)): # noqa: B020
         x,y = cast(x, y)
-        spread = y-y.mean(0) if centered and y.dim() and len(y)>1 else y
-        res = res+torch.stack([torch.linalg.vector_norm(o).double().square() for o in (x-y,spread)])
+        both = x-y,_centered(y) if centered else y
+        res = res+torch.stack([torch.linalg.vector_norm(o).double().square() for o in both])
     return res
 
 def _distances(pairs, centered=False):

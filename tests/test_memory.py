@@ -150,6 +150,11 @@ def test_no_parameter_is_copied_for_a_comparison():
     with Allocator() as a: validation(learn)
     assert a.peak<1.2*size # autocast's casts of the weights, and what the batch makes of them
 
+def test_where_all_samples_are_the_same_any_difference_is_infinite():
+    "In fp32, the mean of equal numbers may be another one"
+    b = torch.full((64, 1000), 0.1)+torch.linspace(0, 1, 1000)
+    assert deviation(b+1e-3, b)==float('inf') and deviation(b, b)==0
+
 def test_large_predictions_are_judged_as_small_ones():
     "In parts, with any shape"
     torch.manual_seed(0)
