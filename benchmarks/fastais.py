@@ -3,8 +3,10 @@ from contextlib import ExitStack,contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 import torch
-from fastai.basics import default_device
+from fastai.basics import OptimWrapper,default_device,partial
 from fastai.callback import fp16
+
+fused_adamw = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True)) # PyTorch's, as an `opt_func`
 
 def _nesting():
     "How many autocast contexts are open"

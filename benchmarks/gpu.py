@@ -6,7 +6,6 @@ and a one-cycle schedule elsewhere. `to_fp16_fused` is fastai's `to_fp16` with P
 fused optimizer from that of this package. They take turns, round by round, in one process. The defaults are for a large GPU. For a T4, use
 `--bs 8 32`. On a CPU, `--toy --size 32 --bs 2 4 --steps 2 --rounds 2` shows only that everything runs."""
 import argparse,copy,gc,json,logging,time,warnings
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,10 +20,10 @@ from torchvision.models.resnet import Bottleneck
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     from fastai.callback.all import GradientClip
-    from fastai.basics import Adam,DataLoaders,F,Learner,OptimWrapper,default_device,nn,to_device
+    from fastai.basics import Adam,DataLoaders,F,Learner,default_device,nn,to_device
     import fastai_amp16
     from fastai_amp16.all import AdamW16,DynamicMixedPrecision,GradientNormClip
-    from fastais import fastais
+    from fastais import fastais,fused_adamw
     from machine import machine
     from memory import large_predictions
     from timing import quartiles
@@ -98,8 +97,6 @@ def _fastai(model, batches, *to, opt_func=Adam, clip=GradientClip):
     counts = dict(skipped=mp.n_skipped) if isinstance(mp, DynamicMixedPrecision) else {}
     return dict(loss=learn.recorder.losses[-1], precision=mp.amp_mode.value if mp else 'fp32', **counts)
 
-fused = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
-
 def _ours(model, batches, *to): return _fastai(model, batches, *to, opt_func=AdamW16, clip=GradientNormClip)
 
 def _torchs(model, batches, **kwargs):
@@ -146,7 +143,7 @@ def _accelerate(model, batches):
 contenders = dict(
     fp32=_fastai,
     to_fp16=lambda *args: _fastai(*args, 'to_fp16'),
-    to_fp16_fused=lambda *args: _fastai(*args, 'to_fp16', opt_func=fused),
+    to_fp16_fused=lambda *args: _fastai(*args, 'to_fp16', opt_func=fused_adamw),
     to_bf16=lambda *args: _fastai(*args, 'to_bf16'),
     to_fp16_dynamic=lambda *args: _ours(*args, 'to_fp16_dynamic'),
     to_bf16_dynamic=lambda *args: _ours(*args, 'to_bf16_dynamic'),

@@ -10,13 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     import fastai
-    from fastai.basics import Adam,DataLoaders,Learner,Optimizer,OptimWrapper,default_device,set_seed
+    from fastai.basics import Adam,DataLoaders,Learner,Optimizer,default_device,set_seed
     from fastai.callback.all import GradientClip
     from fastai.collab import EmbeddingDotBias
     from fastai.losses import CrossEntropyLossFlat,MSELossFlat
     from fastai.tabular.model import TabularModel
     from fastai_amp16.all import AdamW16,GradientNormClip
     from fastai_amp16.precision import is_norm
+from fastais import fused_adamw
 from machine import machine
 from timing import Batches,by_fastai,by_hand,interleaved,quartiles,ratio
 
@@ -71,8 +72,7 @@ def to_non_native_fp16(dls, model):
     "Starts at 2^16, since each fit that starts at 2^24 skips its first steps. `GradientClip` has no effect here, but `clip` has"
     return _learner(dls, model, Adam).to_non_native_fp16(clip=1., max_loss_scale=2.**16)
 def wrapper(dls, model):
-    fused = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
-    return _learner(dls, model, fused, cbs=GradientClip(1.)).to_fp16()
+    return _learner(dls, model, fused_adamw, cbs=GradientClip(1.)).to_fp16()
 def ours(dls, model): return _learner(dls, model, AdamW16, cbs=GradientNormClip(1.)).to_fp16_dynamic()
 
 class Fp32Norm(nn.Module):

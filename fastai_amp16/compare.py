@@ -10,7 +10,7 @@ import itertools,math
 from contextlib import contextmanager,nullcontext
 from fastai.basics import *
 from .comparable import comparable,eager
-from .nested import half_types,replace,tensors
+from .nested import all_tensors,half_types,replace,tensors
 from .precision import PrecisionPlan
 from .private import compiled,is_out_of_memory
 from .record import Recording,loss_name,sampled
@@ -90,9 +90,8 @@ def _gradients(learn, pred, yb):
 
 def _chunks(pred, yb):
     "In how many chunks of samples to look at the loss: with large predictions, it would need room for several times their size"
-    n,ts = sum(t.numel() for t in tensors(pred))//_at_once,[]
+    n,ts = sum(t.numel() for t in tensors(pred))//_at_once,all_tensors((pred,yb))
     if n<2: return 1
-    replace((pred,yb), lambda t: ts.append(t) or t)
     return min(n, len(ts[0])) if all(t.dim() and len(t)==len(ts[0]) for t in ts) else 1
 
 def _gradient_pairs(learn, pred, reference, n):
@@ -174,14 +173,14 @@ def are_wrong(
     controls:tuple=None # In fp32: with rounded outputs, and the same batch twice; `None` if these are not known yet
 ) -> bool: # Without `controls`, only whether it may be so
     "Are predictions farther from fp32's than rounding explains?"
-    pred,reference,of_loss = run.pred,reference.pred,partial(loss_deviation, learn)
+    pred,reference,loss_off = run.pred,reference.pred,partial(loss_deviation, learn)
     def is_far(d, measure): # the control is measured only where that matters
         return d>wrong and (not controls or d>_times*(measure(controls[0].pred, reference) or 0.))
     off = deviation(pred, reference)
     if off<=_matters: return False # where almost nothing is left to learn, any rounding is much for the loss
-    lost = of_loss(pred, reference)
-    if is_far(off, deviation) and (lost is None or lost>_matters): return True
-    return lost is not None and is_far(lost, of_loss)
+    of_loss = loss_off(pred, reference)
+    if is_far(off, deviation) and (of_loss is None or of_loss>_matters): return True
+    return of_loss is not None and is_far(of_loss, loss_off)
 
 # %% ../nbs/13_compare.ipynb #8e0c4d51
 _farther = 4 # a result this many times as far off as what went in, or as rounding explains, is wrong
@@ -268,7 +267,7 @@ class _Trials:
             rec.read()
         return bool(wrong_first(rec, amplified=True))
 
-    def are_wrong(self, half, fp32, plan):
+    def is_at_fault(self, half, fp32, plan):
         "Is half precision at fault where `half` and `fp32` differ? Not if rounding explains it, or if two runs in fp32 differ as well"
         twice = self.control(nullcontext(), n=2)
         if self.differ(half, fp32, [self.control(rounded(plan)),twice]): return True
@@ -320,6 +319,6 @@ class Comparison:
         if all(runs) and (half or not any(draws)):
             def judge():
                 own = half or trials.left(res)
-                return trials.differ(own, fp32) and (step.ranks.size>1 or trials.are_wrong(own, fp32, plan))
+                return trials.differ(own, fp32) and (step.ranks.size>1 or trials.is_at_fault(own, fp32, plan))
             step.silent = bool(_if_memory_allows(judge))
         return res

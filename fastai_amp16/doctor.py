@@ -6,7 +6,6 @@
 __all__ = ['Checkup', 'swap_module']
 
 # %% ../nbs/24_doctor.ipynb #d7fa36b5
-from collections import namedtuple
 from html import escape
 from itertools import dropwhile
 from fastai.basics import *
@@ -15,9 +14,9 @@ from .nested import half_types
 from .precision import class_named,convs,names_of,unwrap
 from .report import PrecisionReport,as_html,colors,keep_code,listed,styler
 from .record import loss_name
-from .recurrent import cudnn_has_bf16,emulates_bf16
+from .recurrent import cudnn_has_bf16
 from .learner import looking,running
-from .exam import training_case,Finding,casts,check,examine,largest,moves
+from .exam import Device,training_case,Finding,casts,check,examine,largest,moves
 
 # %% ../nbs/24_doctor.ipynb #877507e4
 @patch
@@ -325,22 +324,6 @@ def _optimizer(e):
     yield Finding('info', None, fact, f"learn.opt_func,learn.opt = {new},None")
 
 # %% ../nbs/24_doctor.ipynb #067e09cc
-class _Device(namedtuple('_Device', 'type name capability emulates_bf16 fast', defaults=('', None, False, ()))):
-    "`capability` as torch gives it, `None` without CUDA; `fast`: which kinds of half precision a CPU has instructions for"
-    @classmethod
-    def of(cls, device):
-        if device.type=='cuda' and torch.version.hip is None:
-            return cls('cuda', torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), emulates_bf16(device))
-        if device.type!='cpu' or not hasattr(torch.cpu, 'get_capabilities'): return cls(device.type, fast=['fp16','bf16']) # for all we know
-        has = torch.cpu.get_capabilities()
-        kinds = dict(fp16=('amx_fp16','avx512_fp16','fp16_arith'), bf16=('amx_bf16','avx512_bf16','bf16'))
-        return cls(device.type, fast=[k for k,names in kinds.items() if any(map(has.get, names))])
-    @property
-    def turing_without(self): # all of compute capability 7.5
-        return re.search(r'GTX 16|MX[45]50|\bT(400|500|550|600|1000|1200)\b', self.name)
-    @property
-    def tensor_cores(self): return self.capability is not None and self.capability>=(7,0) and not self.turing_without
-
 def _device(d, dtype):
     "`Finding`s on the device `d`"
     kind,other = ('fp16','bf16') if dtype==torch.float16 else ('bf16','fp16')
@@ -403,5 +386,5 @@ def _examine(learn, b=None, device=None):
         fact = f"Parameters in half precision: {listed(half)}. They must be fp32 master weights."
         return Checkup([Finding('error', half[0].rpartition('.')[0], fact, 'learn.model.float()')])
     with training_case(learn, b) as case:
-        e = examine(case, device or _Device.of(next(model.parameters()).device))
+        e = examine(case, device or Device.of(next(model.parameters()).device))
     return Checkup(e.found, e.report, kept, dtype)

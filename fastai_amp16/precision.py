@@ -136,9 +136,8 @@ def _in_fp32(f, m, args, kwargs, dev, as_given, own_code, reads_half):
 
 def _in_true_fp32(f, m, args, kwargs, dev, own_code):
     "As `_in_fp32`, for what has to have the digits of fp32, which TF32 has not"
-    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(dev):
-        return _in_fp32(f, m, args, kwargs, dev, False, own_code, False)
-    with true_fp32(): return _in_fp32(f, m, args, kwargs, dev, False, own_code, False)
+    does_nothing = torch.compiler.is_compiling() or not torch.is_autocast_enabled(dev)
+    with nullcontext() if does_nothing else true_fp32(): return _in_fp32(f, m, args, kwargs, dev, False, own_code, False)
 
 def _as_it_is(f, m, args, kwargs, dev, dtype, is_whole):
     "Run a module of a half-precision part without autocast, as in fp32; where autocast is off outside the whole part, return fp32"

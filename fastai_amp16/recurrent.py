@@ -7,7 +7,9 @@ __all__ = ['emulates_bf16', 'cudnn_has_bf16', 'recurrent_dtype', 'RecurrentInBf1
 
 # %% ../nbs/02a_recurrent.ipynb #16a216d0
 import warnings
+from contextlib import contextmanager,nullcontext
 import torch,torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from .nested import cast_floats
 from .private import knows_bf16
@@ -36,6 +38,13 @@ def recurrent_dtype(
 # %% ../nbs/02a_recurrent.ipynb #fa07c880
 _calls = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu} # what `nn.LSTM`, `nn.GRU` and `nn.RNN` call
 
+@contextmanager
+def _without_warning():
+    "A context in which torch does not warn that cuDNN copies weights at each call, as it does for autocast without a word"
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'RNN module weights')
+        yield
+
 class RecurrentInBf16(TorchFunctionMode):
     "A context in which recurrent layers compute in bf16, whatever autocast would cast them to"
     def __init__(self,
@@ -47,9 +56,8 @@ class RecurrentInBf16(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func not in _calls: return func(*args, **(kwargs or {}))
         args = cast_floats(args, torch.bfloat16, (torch.float32,torch.float16))
-        with torch.autocast(self.device_type, enabled=False), warnings.catch_warnings():
-            warnings.filterwarnings('ignore', 'RNN module weights') # cuDNN copies them at each call, as it does for autocast
-            return func(*args, **(kwargs or {}))
+        quietly = _without_warning() if self.device_type=='cuda' else nullcontext()
+        with torch.autocast(self.device_type, enabled=False), quietly: return func(*args, **(kwargs or {}))
 
 # %% ../nbs/02a_recurrent.ipynb #18cd8217
 def is_recurrent_with_dropout(
@@ -58,7 +66,7 @@ def is_recurrent_with_dropout(
 ) -> bool:
     "Is `func` the call of several recurrent layers with dropout between them?"
     if func not in _calls: return False
-    *_,n_layers,dropout,training = _options(args)[:4]
+    _,n_layers,dropout,training,*_ = _options(args)
     return training and dropout>0 and n_layers>1
 
 def _options(args):
@@ -70,12 +78,12 @@ def layer_by_layer(
     args:tuple # Likewise
 ) -> tuple: # As `func` returns it
     "Call `func` for each layer, with torch's own dropout in between"
-    has_biases,n,dropout,training,*how = _options(args)
-    x,*sizes,hx,weights = args[:-len(_options(args))] # a packed sequence has the sizes of its batches
-    per_layer,states = len(weights)//n,[]
-    for i in range(n):
+    options = has_biases,n,dropout,training,*how = _options(args)
+    x,*sizes,hx,weights = args[:-len(options)] # a packed sequence has the sizes of its batches
+    states = hx.chunk(n) if isinstance(hx, Tensor) else [*zip(*(h.chunk(n) for h in hx))]
+    per_layer,ends = len(weights)//n,[]
+    for i,state in enumerate(states):
         if i: x = F.dropout(x, dropout)
-        state = tuple(h.chunk(n)[i] for h in hx) if isinstance(hx, (tuple,list)) else hx.chunk(n)[i]
-        x,*new = func(x, *sizes, state, weights[i*per_layer:(i+1)*per_layer], has_biases, 1, 0., training, *how)
-        states.append(new)
-    return x,*map(torch.cat, zip(*states))
+        x,*end = func(x, *sizes, state, weights[i*per_layer:(i+1)*per_layer], has_biases, 1, 0., training, *how)
+        ends.append(end)
+    return x,*map(torch.cat, zip(*ends))

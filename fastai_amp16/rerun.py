@@ -12,7 +12,7 @@ from functools import cached_property
 from fastai.basics import *
 from .entry import Entry,outside
 from .grads import scale_grads
-from .nested import replace,stored
+from .nested import all_tensors,stored
 from .precision import PrecisionPlan
 from .private import hooks_of,no_torch_function
 from .snapshot import LearnerState,ModelState
@@ -132,9 +132,8 @@ class Batches:
 
     def add(self):
         "Note the current batch"
-        sizes = []
-        replace(self.inputs, lambda t: sizes.append(t.nbytes) or t) # without the current batch
-        self.in_memory = self.in_memory and sum(sizes)<=_most_bytes
+        size = sum(t.nbytes for t in all_tensors(self.inputs)) # without the current batch
+        self.in_memory = self.in_memory and size<=_most_bytes
         if not self.in_memory: self.notes,self.inputs,self.changed = [],[],[] # the step cannot run again, but this batch can
         self.notes.append(self.learner_state.note())
         self.inputs.append((self.learn.xb,self.learn.yb))

@@ -17,7 +17,7 @@ from fastai.callback.fp16 import MixedPrecision
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
-from .nested import Notes,cast_floats,half_types,refill,replace
+from .nested import Notes,all_tensors,cast_floats,half_types,refill
 from .precision import is_half,norm_types,unwrap
 from .weights import KeptWeights
 from .private import buffers_of,compiled_call,no_torch_function,version
@@ -310,8 +310,8 @@ class LearnerState:
     def _note_inputs(self):
         "Inputs and targets with their marks, and copies if a batch has written to them"
         self.writes = self.writes or any(_mark(t)!=mark for t,mark,*_ in self.inputs or ())
-        ts,copies = [],self.writes or self.inputs is None # the first batch may do so
-        replace((getattr(self.learn, 'xb', ()),getattr(self.learn, 'yb', ())), lambda t: ts.append(t) or t)
+        copies = self.writes or self.inputs is None # the first batch may do so
+        ts = all_tensors((getattr(self.learn, 'xb', ()),getattr(self.learn, 'yb', ())))
         self.inputs = [(t,_mark(t),t.requires_grad,t.grad,t.detach().clone() if copies else None) for t in ts if t.grad_fn is None]
         return self.inputs
 

@@ -14,6 +14,10 @@ def not_as_cuda(names, without, reason):
     mark = pytest.mark.not_as_cuda(reason)
     return [pytest.param(o, marks=mark if o in without else ()) for o in names]
 
+def compare_nothing(monkeypatch):
+    "No batch is compared with fp32"
+    monkeypatch.setattr('fastai_amp16.compare.Comparison.make', lambda self, step, plan, call, aside: call())
+
 def mlp(bn=True): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16) if bn else nn.Identity(), nn.ReLU(), nn.Linear(16,1))
 
 def plain_mlp(): return mlp(bn=False)

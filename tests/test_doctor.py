@@ -20,7 +20,8 @@ from torchvision.models.convnext import CNBlockConfig,ConvNeXt
 import fastai_amp16.exam as exam
 import fastai_amp16.optimizer as optimizers
 from fastai_amp16.all import AdamW16,Checkup,Finding,register_norm,swap_module
-from fastai_amp16.doctor import _Device,_device,_examine
+from fastai_amp16.doctor import _device,_examine
+from fastai_amp16.exam import Device
 from common import not_as_cuda
 from conftest import asked
 from hostile import zoo
@@ -394,7 +395,7 @@ def test_bf16_weights():
     learn = make()
     do(found.remedy, learn)
     assert not findings(learn) and not findings(learner(Net(nn.Linear(8, 8)).half().float()))
-    assert 'emulates' in findings(make(), device=_Device('cuda', 'Tesla T4', (7,5), True))[0].remedy
+    assert 'emulates' in findings(make(), device=Device('cuda', 'Tesla T4', (7,5), True))[0].remedy
     ones = learner(Net(nn.Identity()))
     for p in ones.model.parameters(): nn.init.ones_(p)
     assert not findings(ones)
@@ -421,19 +422,19 @@ def test_recurrent_layers_in_bf16(knows, monkeypatch):
             self.rnn,self.out = nn.GRU(8, 8, batch_first=True),nn.Linear(8, 4)
         def forward(self, x): return self.out(self.rnn(x[:,None])[0][:,0])
     learn = learner(Rows).to_bf16_dynamic(keep_fp32='rnn')
-    found = [o for o in findings(learn, device=_Device('cuda', 'NVIDIA A100-SXM4-40GB', (8,0))) if 'cuDNN' in o.fact]
+    found = [o for o in findings(learn, device=Device('cuda', 'NVIDIA A100-SXM4-40GB', (8,0))) if 'cuDNN' in o.fact]
     assert [o.module for o in found]==([] if knows else ['rnn'])
 
-T4,V100,A100 = (_Device('cuda', 'Tesla T4', (7,5), True),_Device('cuda', 'Tesla V100-SXM2-16GB', (7,0), True),
-                _Device('cuda', 'NVIDIA A100-SXM4-40GB', (8,0)))
+T4,V100,A100 = (Device('cuda', 'Tesla T4', (7,5), True),Device('cuda', 'Tesla V100-SXM2-16GB', (7,0), True),
+                Device('cuda', 'NVIDIA A100-SXM4-40GB', (8,0)))
 @pytest.mark.parametrize('device,fp16,bf16', [
     (T4, '', 'to_fp16_dynamic'), (V100, '', 'to_fp16_dynamic'), (A100, '', ''),
-    (_Device('cuda', 'NVIDIA GeForce GTX 1650', (7,5), True), 'to_fp32', 'to_fp32'),
-    (_Device('cuda', 'NVIDIA T1000', (7,5), True), 'to_fp32', 'to_fp32'),
-    (_Device('cuda', 'NVIDIA GeForce GTX 1080', (6,1), True), 'to_fp32', 'to_fp32'),
-    (_Device('cuda', 'NVIDIA GeForce RTX 2080', (7,5), True), '', 'to_fp16_dynamic'),
-    (_Device('cpu'), 'to_fp32', 'to_fp32'), (_Device('cpu', fast=['bf16']), 'to_bf16_dynamic', ''),
-    (_Device('cpu', fast=['fp16']), '', 'to_fp16_dynamic'), (_Device('mps'), '', '')],
+    (Device('cuda', 'NVIDIA GeForce GTX 1650', (7,5), True), 'to_fp32', 'to_fp32'),
+    (Device('cuda', 'NVIDIA T1000', (7,5), True), 'to_fp32', 'to_fp32'),
+    (Device('cuda', 'NVIDIA GeForce GTX 1080', (6,1), True), 'to_fp32', 'to_fp32'),
+    (Device('cuda', 'NVIDIA GeForce RTX 2080', (7,5), True), '', 'to_fp16_dynamic'),
+    (Device('cpu'), 'to_fp32', 'to_fp32'), (Device('cpu', fast=['bf16']), 'to_bf16_dynamic', ''),
+    (Device('cpu', fast=['fp16']), '', 'to_fp16_dynamic'), (Device('mps'), '', '')],
     ids=lambda o: getattr(o, 'name', None))
 def test_device(device, fp16, bf16):
     for dtype,remedy in ((torch.float16,fp16),(torch.bfloat16,bf16)):
@@ -444,11 +445,11 @@ def test_device(device, fp16, bf16):
                                       (dict(bf16=True), ['bf16'])])
 def test_instructions_of_a_cpu(has, fast, monkeypatch):
     monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: has, raising=False)
-    assert _Device.of(torch.device('cpu')).fast==fast
+    assert Device.of(torch.device('cpu')).fast==fast
     monkeypatch.delattr(torch.cpu, 'get_capabilities') # torch 2.6 does not tell
-    assert not list(_device(_Device.of(torch.device('cpu')), torch.float16))
+    assert not list(_device(Device.of(torch.device('cpu')), torch.float16))
 
-def test_this_device(): assert _Device.of(torch.device('cpu')).type=='cpu' and not findings(learner(nn.Linear(8, 4)))
+def test_this_device(): assert Device.of(torch.device('cpu')).type=='cpu' and not findings(learner(nn.Linear(8, 4)))
 
 def test_sizes():
     def net(*sizes): return nn.Sequential(*[o for a,b in zip(sizes, sizes[1:]) for o in (nn.Linear(a, b), nn.ReLU())][:-1])
@@ -456,8 +457,8 @@ def test_sizes():
         return [o for o in _examine(learner(net(*sizes), torch.randn(4, sizes[0])), device=device) if o.severity=='speed']
     found, = speed(T4, 8, 50, 8, 30, 4)
     assert (found.module,found.others)==('0',['2','4','6']) and '50, 30' in found.fact and '56 instead of 50' in found.remedy
-    assert (not speed(T4, 7, 16, 8, 5) and not speed(_Device('cpu'), 8, 50, 4)
-            and not speed(_Device('cuda', 'GTX 1080', (6,1)), 8, 50, 4)[1:])
+    assert (not speed(T4, 7, 16, 8, 5) and not speed(Device('cpu'), 8, 50, 4)
+            and not speed(Device('cuda', 'GTX 1080', (6,1)), 8, 50, 4)[1:])
 
 def test_memory_format():
     learn = well['torch_convnext']()

@@ -4,11 +4,11 @@ from fastai.basics import (Callback,CancelFitException,CrossEntropyLossFlat,Data
                            partial,set_seed)
 import fastai_amp16.all # noqa: F401
 from fastai_amp16 import record
-from fastai_amp16.compare import Comparison,deviation,loss_deviation
+from fastai_amp16.compare import deviation,loss_deviation
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from common import Do,between,both,clean,fit,times_and_back,weights
+from common import Do,between,both,clean,compare_nothing,fit,times_and_back,weights
 from common import learner as small_learner
 
 def storages(o): return [t.untyped_storage() for t in tree_leaves(o) if isinstance(t, torch.Tensor) and t.layout==torch.strided]
@@ -81,7 +81,7 @@ def test_a_comparison_takes_memory_for_one_more_set_of_predictions(f, drop, to, 
     monkeypatch.setattr('fastai_amp16.compare.loss_deviation', noted)
     with_it = peak(f, learner(model, to, cbs=cbs))
     assert len(compared)==1 and 0<compared[0]<0.1
-    monkeypatch.setattr(Comparison, 'make', lambda self, step, plan, call, aside: call())
+    compare_nothing(monkeypatch)
     without = peak(f, learner(model, to, cbs=cbs))
     assert without>large and with_it-without<=2.5*large
 
@@ -93,7 +93,7 @@ def test_where_there_is_room_for_the_batch_alone_nothing_is_compared(to, dtype, 
     ends = []
     for room in None,1.1:
         with monkeypatch.context() as m:
-            if room is None: m.setattr(Comparison, 'make', lambda self, step, plan, call, aside: call())
+            if room is None: compare_nothing(m)
             learn = learner(wide, to)
             learn.loss_func = lambda p, y: p.square().mean()
             with Allocator(room*ends[0][0] if room else float('inf')) as a: validation(learn)
@@ -117,9 +117,9 @@ def test_wherever_memory_is_too_small(where, to, dtype, monkeypatch, recwarn):
         def forward(self, x): return x+3000.-3000.
     if where!='rounded': level = Words
     ends = []
-    for makes in (lambda self, step, plan, call, aside: call(), Comparison.make):
+    for compares in False,True:
         with monkeypatch.context() as m:
-            m.setattr(Comparison, 'make', makes)
+            if not compares: compare_nothing(m)
             m.setattr(f'fastai_amp16.compare.{where}', too_small)
             learn = learner(level, to)
             fit(learn, 1)
