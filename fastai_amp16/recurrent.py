@@ -6,7 +6,7 @@
 __all__ = ['emulates_bf16', 'cudnn_has_bf16', 'recurrent_dtype', 'RecurrentInBf16', 'is_recurrent_with_dropout', 'layer_by_layer']
 
 # %% ../nbs/02a_recurrent.ipynb #16a216d0
-import warnings
+import re,warnings
 from contextlib import contextmanager,nullcontext
 import torch,torch.nn.functional as F
 from torch import Tensor
@@ -38,12 +38,16 @@ def recurrent_dtype(
 # %% ../nbs/02a_recurrent.ipynb #fa07c880
 _calls = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu} # what `nn.LSTM`, `nn.GRU` and `nn.RNN` call
 
+_copies_weights = 'ignore',re.compile('RNN module weights'),UserWarning,None,0 # a filter of Python's
+
 @contextmanager
 def _without_warning():
-    "A context in which torch does not warn that cuDNN copies weights at each call, as it does for autocast without a word"
-    with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'RNN module weights')
-        yield
+    """A context in which torch does not warn that cuDNN copies weights at each call, as it does for autocast without a word
+
+    After `catch_warnings`, Python would give warnings again that it has given once, in each batch."""
+    warnings.filters.insert(0, _copies_weights)
+    try: yield
+    finally: warnings.filters.remove(_copies_weights)
 
 class RecurrentInBf16(TorchFunctionMode):
     "A context in which recurrent layers compute in bf16, whatever autocast would cast them to"

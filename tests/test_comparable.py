@@ -1,5 +1,5 @@
 "Runs that are compared: the same random numbers in any precision, faults beside dropout, true fp32; and recurrent layers in bf16"
-import subprocess,sys
+import subprocess,sys,warnings
 from contextlib import nullcontext
 from pathlib import Path
 import pytest,torch
@@ -10,6 +10,7 @@ from fastai_amp16.comparable import comparable,true_fp32
 from fastai_amp16.compare import deviation
 from fastai_amp16.precision import half_forward
 from fastai_amp16.private import knows_bf16
+from fastai_amp16.recurrent import _without_warning as without_warning
 from torch.nn.utils.rnn import PackedSequence,pack_sequence
 from torch.utils.checkpoint import checkpoint
 from common import Do,both,clean,fit,times_and_back
@@ -196,6 +197,18 @@ def test_recurrent_layers_on_gpus(capability, version, dtype, monkeypatch):
     monkeypatch.setattr('fastai_amp16.recurrent.torch.__version__', torch.torch_version.TorchVersion('2.11.0'))
     cuda = torch.device('cuda')
     assert recurrent_dtype(cuda, torch.bfloat16)==dtype and recurrent_dtype(cuda, torch.float16) is None
+
+def test_what_cudnn_does_with_weights_is_not_warned_of():
+    "And a warning that Python gives once a place is given once, as without recurrent layers"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('default')
+        filters = list(warnings.filters)
+        for _ in range(3):
+            with without_warning():
+                warnings.warn('RNN module weights are not part of single contiguous chunk of memory.', stacklevel=1)
+            warnings.warn('once a place', stacklevel=1)
+        assert warnings.filters==filters
+    assert [str(o.message) for o in told]==['once a place']
 
 # %% true fp32
 cudnn,matmul = torch.backends.cudnn,torch.backends.cuda.matmul
