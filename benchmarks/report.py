@@ -296,9 +296,9 @@ For few small tensors, nearly all of it is Python and fastai's events. With {lar
 ({large['by_hand'][1]:.0f} ms in a hand-written loop), and a single copy of as many bytes already takes {large['copy'][1]:.0f} ms."""
 
 def _throughput(res):
-    over = [o for r in res['ours_over_to_fp16'] if (o := r.get('over_to_fp16'))]
+    over = [o for r in res['ours_over_to_fp16'] if r['model']!=gpu.only_predictions and (o := r.get('over_to_fp16'))]
     if not over: return 'No training could be compared with `to_fp16`.'
-    fused = gpu.ratios(res, 'to_fp16_dynamic', 'to_fp16_fused').values()
+    fused = [o for (model,_),o in gpu.ratios(res, 'to_fp16_dynamic', 'to_fp16_fused').items() if model!=gpu.only_predictions]
     same = f"It is {_span(fused)} times if `to_fp16` has a fused AdamW, too, so the gain is that of the optimizer." if fused else ''
     return f"`to_fp16_dynamic` trains {_span(over)} times as many samples per second as fastai's `to_fp16` with `Adam`. {same}"
 
@@ -311,39 +311,39 @@ def _batch_norms(res):
 but not in bf16: `resnet50` with batches of {bs} trains {bf16:,.0f} samples per second with `to_bf16_dynamic`, and {fp16:,.0f} with
 `to_fp16_dynamic`."""
 
-def _gpu_memory(res, is_old):
-    "What `to_fp16_dynamic` takes, where it was measured with this version"
-    def of(base):
-        ratios = gpu.ratios(res, 'to_fp16_dynamic', base, 'peak_mib').items()
-        return [o for (model,_),o in ratios if not is_old(model, 'to_fp16_dynamic')]
-    adam,fused = of('to_fp16'),of('to_fp16_fused')
+def _gpu_memory(res):
+    "What `to_fp16_dynamic` takes"
+    adam,fused = [gpu.ratios(res, 'to_fp16_dynamic', base, 'peak_mib').values() for base in ('to_fp16','to_fp16_fused')]
     same = f', {_span(fused)} times with its fused AdamW' if fused else ''
-    but = ', `text_lstm` aside' if is_old('text_lstm', 'to_fp16_dynamic') else ''
-    if adam: yield f"**Peak memory** is {_span(adam)} times that of `to_fp16`{same}{but}."
+    if adam: yield f"**Peak memory** is {_span(adam)} times that of `to_fp16`{same}."
 
-def _caveats(res, is_older):
+def _compared(res):
+    "How much longer steps take on average where one of them is compared with fp32, in a model of little else but predictions"
+    model,bs = gpu.only_predictions,max(res['arguments']['bs'])
+    of = {r['contender']: r for r in res['rows'] if (r['model'],r['bs'])==(model,bs)}
+    if not {'to_fp16_dynamic','to_fp16_fused'}<=of.keys(): return
+    ours,fused = [bs/of[o]['samples_per_second'] for o in ('to_fp16_dynamic','to_fp16_fused')]
+    yield f"""**Large predictions**: `{model}` computes little else than 10,000 logits for each token. With batches of {bs}, a step took
+{1e3*ours:.1f} ms, and {1e3*fused:.1f} ms with `to_fp16` and a fused AdamW: one of these {res['arguments']['steps']} steps is compared with
+fp32. A longer fit compares fewer of its steps, in the end one of 256."""
+
+def _caveats(res):
     "What a reader must know of these results"
     def names(os): return _and(f'`{o}`' for o in os)
     few = [o for o in res['arguments']['models'] if any(r.get('rounds')==1 for r in res['rows'] if r['model']==o)]
     left_out = [o for k,there in (('models',gpu.models),('contenders',gpu.contenders)) for o in there if o not in res['arguments'][k]]
     if few: yield f"{names(few)} had one round of few steps, so their numbers are rough."
     if left_out: yield f"Not measured: {names(left_out)}."
-    if is_older: yield """The results are those of an earlier version. Its comparisons with fp32 took more memory, so its peaks for
-`text_lstm`, which has large predictions, do not hold for this version. It also kept dropout in fp32 after false alarms on a GPU; of
-these models, only `convnext_tiny` has anything like dropout (stochastic depth)."""
 
 def _items(*os): return '\n'.join('- '+' '.join(o.split()) for os in os for o in os)
 
 def _gpu():
     res = json.loads(gpu_results.read_text())
-    is_older = 'fastai_amp16' not in res['versions'] # than the script as it is now
-    def is_old(model, contender): return is_older and model=='text_lstm' and 'dynamic' in contender
-    rows = [gpu.line(r, ' (earlier version)'*is_old(r['model'], r['contender'])) for r in res['rows']]
     return f"""### Whole trainings on a GPU
 
 {_throughput(res)}
 
-{_items(_batch_norms(res), _gpu_memory(res, is_old))}
+{_items(_batch_norms(res), _gpu_memory(res), _compared(res))}
 
 ![Throughput relative to fastai's to_fp16, by model and batch size](gpu.png)
 
@@ -351,10 +351,10 @@ def _gpu():
 from the same weights and at two batch sizes. It takes nine minutes on a large GPU. On a T4, use `--bs 8 32`. Ratios to a fused AdamW are
 those of the medians. {res['machine']}.
 
-{_items(_caveats(res, is_older))}
+{_items(_caveats(res))}
 
 {gpu.head()}
-{chr(10).join(rows)}"""
+{chr(10).join(map(gpu.line, res['rows']))}"""
 
 def _bf16():
     res,without = read('bf16_cpu'),read('bf16_cpu_without')

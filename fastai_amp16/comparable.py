@@ -12,17 +12,32 @@ import torch,torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend,sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from .nested import half_types
+from .nested import cast_floats,half_types
 from .private import TorchDispatchMode,backward_with_modes
 from .recurrent import is_recurrent_with_dropout,layer_by_layer
 
 # %% ../nbs/02b_comparable.ipynb #0f067267
-class _DropoutInFp32(TorchDispatchMode):
-    "Dropout of half-precision tensors draws as that of fp32 tensors does"
+_aten = torch.ops.aten
+_draws = {_aten.native_dropout, _aten.bernoulli, _aten.bernoulli_, _aten.cauchy_, _aten.exponential_, _aten.geometric_, _aten.log_normal_,
+          _aten.multinomial, _aten.normal_, _aten.rand, _aten.rand_like, _aten.randn, _aten.randn_like, _aten.uniform_}
+
+def _as_drawn(t):
+    "`t` in fp32, as if made just now: how a kernel of CUDA draws for it depends on dtype, strides and address"
+    if not isinstance(t, Tensor) or t.dtype not in (*half_types,torch.float32): return t
+    return t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+class _DrawsInFp32(TorchDispatchMode):
+    "Random numbers, dropout's too, are drawn in fp32 and rounded"
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is not torch.ops.aten.native_dropout.default or args[0].dtype not in half_types: return func(*args, **(kwargs or {}))
-        out,mask = func(args[0].float(), *args[1:])
-        return out.to(args[0].dtype),mask
+        kwargs = kwargs or {}
+        if func.overloadpacket not in _draws: return func(*args, **kwargs)
+        dtype = kwargs.get('dtype') or getattr(args[0], 'dtype', None)
+        if dtype in half_types and 'dtype' in kwargs: kwargs = {**kwargs, 'dtype':torch.float32}
+        res = func(*map(_as_drawn, args), **kwargs)
+        if func.overloadpacket in (_aten.rand,_aten.rand_like) and dtype in half_types:
+            res.clamp_(max=1-torch.finfo(dtype).eps/2) # these are smaller than 1, also when rounded
+        if func._schema.is_mutable: return args[0].copy_(res)
+        return cast_floats(res, dtype, (torch.float32,)) if dtype in half_types else res
 
 # %% ../nbs/02b_comparable.ipynb #8fccb6f4
 def _attention_dropout(func, args, kwargs):
@@ -73,4 +88,4 @@ def eager():
 @contextmanager
 def comparable():
     "A context in which random numbers do not depend on the precision"
-    with eager(), _DropoutByTorch(), _DropoutInFp32(): yield
+    with eager(), _DropoutByTorch(), _DrawsInFp32(): yield

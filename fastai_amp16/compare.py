@@ -18,7 +18,9 @@ from .snapshot import AllNoted,ModelState,unchanged
 from .step import Step
 
 # %% ../nbs/13_compare.ipynb #e952630e
-_at_once = 2**18 # numbers; a comparison takes memory for a few times as many, however large the predictions are
+def _at_once(n):
+    "How many of `n` numbers to compare at once: that takes memory for a few times as many, and a GPU takes as long for a few as for many"
+    return max(2**18, n//16)
 
 def _pairs(a, b):
     "Pairs of tensors in `a` and `b`"
@@ -27,11 +29,11 @@ def _pairs(a, b):
         x,y = x.detach(),y.detach() # even `isfinite` would save a tensor for a backward pass, and activation checkpoints count those
         yield (x,y) if x.layout==torch.strided else (x.to_dense(),y.to_dense())
 
-def _parts(t, dim=1):
-    "Parts of `t` of about `_at_once` numbers, each with all samples"
-    if t.numel()<=_at_once or dim>=t.dim(): return [t]
-    parts = t.split(max(1, _at_once*t.shape[dim]//t.numel()), dim)
-    return [o for part in parts for o in _parts(part, dim+1)]
+def _parts(t, most, dim=1):
+    "Parts of `t` of about `most` numbers, each with all samples"
+    if t.numel()<=most or dim>=t.dim(): return [t]
+    parts = t.split(max(1, most*t.shape[dim]//t.numel()), dim)
+    return [o for part in parts for o in _parts(part, most, dim+1)]
 
 def _in_float64(x, y):
     "Both in float64, with 0 where either is not finite"
@@ -48,7 +50,7 @@ def _squares(x, y, centered, cast):
     "The squared norms of `x-y` and of `y`, centered or not"
     if x.is_complex(): x,y = torch.view_as_real(x),torch.view_as_real(y)
     res = 0.
-    for x,y in zip(_parts(x), _parts(y)): # noqa: B020
+    for x,y in zip(*(_parts(o, _at_once(o.numel())) for o in (x,y))): # noqa: B020
         x,y = cast(x, y)
         both = x-y,_centered(y) if centered else y
         res = res+torch.stack([torch.linalg.vector_norm(o).double().square() for o in both])
@@ -90,7 +92,8 @@ def _gradients(learn, pred, yb):
 
 def _chunks(pred, yb):
     "In how many chunks of samples to look at the loss: with large predictions, it would need room for several times their size"
-    n,ts = sum(t.numel() for t in tensors(pred))//_at_once,all_tensors((pred,yb))
+    n,ts = sum(t.numel() for t in tensors(pred)),all_tensors((pred,yb))
+    n //= _at_once(n)
     if n<2: return 1
     return min(n, len(ts[0])) if all(t.dim() and len(t)==len(ts[0]) for t in ts) else 1
 

@@ -46,7 +46,7 @@ def _is_small(t):
     return t.numel()<=_large and type(t) is Tensor and t.layout==torch.strided and t.is_contiguous() and not t.requires_grad
 
 class _Tensors:
-    "Copies of tensors: of all small ones, joined by type and device, and of large ones that have changed since the last copy"
+    "Copies of tensors: of all small ones, joined by type and device, of weights (`_foreach_lerp_` is not counted), and of what has changed"
     def __init__(self): self.seen,self.small,self.at,self.groups,self.large,self.last = [],[],[],[],[],{}
 
     def note(self, ts):
@@ -65,14 +65,14 @@ class _Tensors:
 
     def _copy(self, t):
         old,mark = self.last.get(id(t)),_mark(t)
-        if old is not None and old[0] is t and old[1]==mark: return old
+        if type(t) is Tensor and old is not None and old[0] is t and old[1]==mark: return old
         return t,mark,t.detach().clone(),t.untyped_storage() if mark[1] else None # as long as it lives, no other gets its address
 
     def _put_back(self, small, large):
         for ts,shapes,c in small:
             for t,o,shape in zip(ts, c.split([s.numel() for s in shapes]), shapes): _write(t, o.view(shape))
         for t,mark,c,_ in large:
-            if _mark(t)!=mark: _write(t, c)
+            if type(t) is not Tensor or _mark(t)!=mark: _write(t, c)
 
 @functools.cache
 def _is_iterator(cls): return hasattr(cls, '__next__') and not issubclass(cls, IOBase)

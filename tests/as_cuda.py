@@ -5,7 +5,9 @@
 - Autocast follows CUDA's lists: `exp`, `sum`, `pow`, norms and losses are in fp32, `mv` and the cells of RNNs in half precision, `dot` and
   `index_put` in the widest dtype among their arguments, `BCELoss` is refused, and what only the CPU's lists hold is left as it is.
 - Dropout draws another mask for each size of its numbers, as CUDA's fused kernel does: for the same seed, masks in fp16 and in fp32 agree
-  by chance alone. So does dropout inside `scaled_dot_product_attention`, but for the backend `MATH`, which draws in fp32.
+  by chance alone, as do those of a tensor that is contiguous and of one that is not. So does dropout inside
+  `scaled_dot_product_attention`, but for the backend `MATH`, which draws in fp32.
+- `_foreach_lerp_` with a number as weight, which averages of weights use, raises no version of what it writes to.
 - Under autocast to bf16, `LSTM`, `GRU` and `RNN` compute in fp16: PyTorch casts to fp16 what cuDNN gets, whatever autocast's dtype.
 - Dropout between the layers of an RNN draws from a state of cuDNN's own, which no seed and no restored state of PyTorch's rewinds.
 - If asked, convolutions in fp32 round what they get to TF32, as cuDNN does by default from the A100 on, unless
@@ -13,6 +15,7 @@
 
 It does without devices, waits, memory and the rounding of kernels: for these, see test_fake_cuda.py and test_cuda.py."""
 import os,re,warnings
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 import torch
@@ -23,6 +26,7 @@ from torch.library import Library,fallthrough_kernel
 floats = torch.float16,torch.bfloat16,torch.float32 # what autocast casts
 no_autocast = DispatchKeySet(DispatchKey.AutocastCPU)
 composite = DispatchKeySet(DispatchKey.CompositeImplicitAutograd)
+below = DispatchKeySet(DispatchKey.CompositeExplicitAutograd)
 rnns = [f'{o}.{kind}' for o in ('lstm','gru','rnn_tanh','rnn_relu') for kind in ('input','data')]
 libs = [] # alive, else their operators would go back
 
@@ -87,9 +91,9 @@ class CuDNN:
     depth,state = 0,torch.Generator()
 
 def drawn_for(x):
-    "A generator whose numbers depend on one that PyTorch's gives, and on the size of the numbers in `x`"
+    "A generator whose numbers depend on one that PyTorch's gives, on the size of the numbers in `x`, and on its layout"
     if CuDNN.depth: return CuDNN.state
-    return torch.Generator().manual_seed(torch.randint(2**62, (), device='cpu').item()+x.itemsize)
+    return torch.Generator().manual_seed(torch.randint(2**62, (), device='cpu').item()+x.itemsize+100*x.is_contiguous())
 
 def native_dropout(x, p, train):
     mask = torch.rand(x.shape, generator=drawn_for(x), device=x.device)>=p
@@ -130,6 +134,17 @@ def random_numbers(lib):
         lib.impl('scaled_dot_product_attention', attention, key)
         for n in rnns: lib.impl(n, partial(rnn, op(n)), key)
 
+# %% versions
+def uncounted(op, ts, *args):
+    "On a CPU, operators for single tensors count these writes"
+    with ExitStack() as stack:
+        for t in ts: stack.enter_context(torch.autograd._unsafe_preserve_version_counter(t))
+        op.redispatch(below, ts, *args)
+
+def versions(lib):
+    for n in ('_foreach_lerp_.Scalar','_foreach_lerp_.ScalarList'):
+        if here(n, 'CompositeExplicitAutograd'): lib.impl(n, partial(uncounted, op(n)), 'CPU')
+
 # %% TF32
 def rounded(t):
     "To the 10 bits of TF32"
@@ -137,7 +152,7 @@ def rounded(t):
     return ((t.contiguous().view(torch.int32)+0x1000)&~0x1fff).view(torch.float32)
 
 def tf32(lib):
-    below,forward,backward = DispatchKeySet(DispatchKey.CompositeExplicitAutograd),op('convolution'),op('convolution_backward')
+    forward,backward = op('convolution'),op('convolution_backward')
     lib.impl('convolution', lambda x, w, *args: forward.redispatch(below, rounded(x), rounded(w), *args), 'CPU')
     lib.impl('convolution_backward', lambda g, x, w, *args: backward.redispatch(below, rounded(g), rounded(x), rounded(w), *args), 'CPU')
 
@@ -147,7 +162,7 @@ def install(with_tf32=False):
     libs.append(Library('aten', 'IMPL'))
     with warnings.catch_warnings(): # that operators are overridden
         warnings.simplefilter('ignore')
-        for f in (autocast,random_numbers,*[tf32]*with_tf32): f(*libs)
+        for f in (autocast,random_numbers,versions,*[tf32]*with_tf32): f(*libs)
 
 def install_if_asked():
     "For `FASTAI_AMP16_DEVICE=as_cuda` or `as_cuda:tf32`, in each process that trains"

@@ -17,6 +17,7 @@ f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
 # %% in other processes
 parts = { # what runs there, as arguments of pytest
     'habits': ['test_as_cuda.py'],
+    'random numbers, and averages of weights': ['test_comparable.py', 'test_entry.py', '-k', 'depend_on or Averaged'],
     'ordinary models': ['test_ordinary.py'],
     'comparisons': ['test_silent.py', '-k', 'nothing_is_said or first_batch and fp16'],
     'healing': ['test_healing.py', '-k', 'silent_overflows or compared_with or checkpoints or hides or now_and_then or ranks_the_producer'],
@@ -41,8 +42,7 @@ assert status==0 and seen.passed, out.getvalue()
 @pytest.mark.skipif(asked!='cpu', reason='all tests run so')
 @pytest.mark.parametrize('part', parts)
 def test_as_on_cuda(part):
-    file,*which = parts[part]
-    args = [f'tests/{file}', *which, '-n', '0', '-q', '--no-header', '-p', 'no:cacheprovider']
+    args = [*[f'tests/{o}' if o.endswith('.py') else o for o in parts[part]], '-n', '0', '-q', '--no-header', '-p', 'no:cacheprovider']
     in_a_process(code.format(args=args), root)
 
 # %% habits

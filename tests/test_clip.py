@@ -35,7 +35,8 @@ class TorchClip(Callback):
 @pytest.mark.parametrize('norm_type,max_norm', [(2.,1.2), (1.,11.), (math.inf,0.5)])
 @pytest.mark.parametrize('splitter', [trainable_params, two_groups])
 def test_is_torchs_clipping_of_the_true_gradients(to, norm_type, max_norm, splitter):
-    def run(cb): return fit(getattr(learner([cb, Watch()], splitter), to)())
+    fastais_scale = dict(init_scale=2.**10) if to=='to_fp16' else {} # at its own first one, fastai may skip steps
+    def run(cb): return fit(getattr(learner([cb, Watch()], splitter), to)(**fastais_scale))
     ours,ref = run(GradientNormClip(max_norm, norm_type)),run(TorchClip(max_norm, norm_type))
     norms = ours.gradient_norm_clip.norms
     assert norms==pytest.approx(ref.torch_clip.norms, rel=1e-5) and len(norms)==8

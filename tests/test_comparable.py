@@ -1,6 +1,7 @@
 "Runs that are compared: the same random numbers in any precision, faults beside dropout, true fp32; and recurrent layers in bf16"
 import subprocess,sys,warnings
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 import pytest,torch
 import torch.nn.functional as F
@@ -50,6 +51,14 @@ class Steps(nn.Module):
 def dropped(drop): return nn.Sequential(nn.Linear(8, 16), drop)
 def encoder(): return nn.Sequential(nn.Linear(8, 16), nn.TransformerEncoderLayer(16, 2, 32, dropout=0.3, batch_first=True))
 
+def noisy(f): return nn.Sequential(nn.Linear(8, 16), Do(lambda h: h*f(h)))
+noise = { # for each number of a tensor
+    'rand_like': torch.rand_like, 'randn_like': torch.randn_like, 'rand': lambda h: torch.rand(h.shape, dtype=h.dtype, device=h.device),
+    'randn': lambda h: torch.randn(h.shape, dtype=h.dtype, device=h.device), 'uniform': lambda h: torch.empty_like(h).uniform_(-1, 3),
+    'normal': lambda h: torch.empty_like(h).normal_(1, 0.5), 'of columns': lambda h: torch.empty_like(h).t().normal_().t(),
+    'bernoulli': lambda h: h.sigmoid().bernoulli(), 'exponential': lambda h: torch.empty_like(h).exponential_(),
+}
+
 draws = {
     'dropout': lambda: dropped(nn.Dropout(0.4)), 'in place': lambda: dropped(nn.Dropout(0.4, inplace=True)),
     'always on': lambda: dropped(Do(lambda x: F.dropout(x, 0.4))), 'alpha': lambda: dropped(nn.AlphaDropout(0.3)),
@@ -57,6 +66,9 @@ draws = {
     'attention': Attends, 'attention weights': lambda: Attends(weights=True), 'own attention': lambda: Attends(own=True),
     'encoder': encoder, 'lstm': lambda: Rows(nn.LSTM), 'gru': lambda: Rows(nn.GRU, bidirectional=True), 'rnn': lambda: Rows(nn.RNN),
     'checkpointed': lambda: Steps(encoder()), 'checkpointed attention': lambda: Steps(Attends(own=True)),
+    'a column': lambda: nn.Sequential(nn.Linear(8, 32), Do(lambda h: F.dropout(h[:,::2], 0.4))),
+    'transposed': lambda: nn.Sequential(nn.Linear(8, 16), Do(lambda h: F.dropout(h.t(), 0.4).t())),
+    **{n: partial(noisy, f) for n,f in noise.items()},
 }
 
 def run(model, x, dtype):
@@ -78,6 +90,13 @@ def test_random_numbers_do_not_depend_on_the_precision(name, dtype):
     assert deviation(half, fp32)<0.05 and deviation(g_half[None], g_fp32[None])<0.1
     torch.manual_seed(2)
     if name!='always on': assert deviation(model(x).detach(), fp32)>0.1
+
+@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16], ids=['fp16','bf16'])
+def test_uniform_numbers_are_below_1_in_any_precision(dtype):
+    "Programs take logarithms of what is missing to 1"
+    x = torch.zeros(2**16, dtype=dtype)
+    with comparable():
+        for u in (torch.rand_like(x), torch.rand(x.shape, dtype=dtype, device=x.device)): assert 0.99<u.max()<1 and u.dtype==dtype
 
 # %% how often the model is called
 class Counts(nn.Module):
@@ -139,7 +158,8 @@ def test_a_fault_beside_dropout_is_kept_alone(name):
     clean(learn)
 
 # %% recurrent layers in bf16
-def packed(x): return pack_sequence([o[:n] for o,n in zip(x, (6,4,3,3))])
+def packed(x):
+    with torch.device('cpu'): return pack_sequence([o[:n] for o,n in zip(x, (6,4,3,3))]) # which wants the lengths there
 def data_of(out): return out.data if isinstance(out, PackedSequence) else out
 
 recurrent = { # layer, and how to call it

@@ -985,7 +985,7 @@ def test_nobody_gets_infinite_gradients_of_a_step_that_will_be_skipped():
 class Temperature(Callback):
     "Learns a number beside the model, by an optimizer of its own"
     def __init__(self): self.t = nn.Parameter(torch.ones(1))
-    def before_fit(self): self.own = torch.optim.SGD([self.t], lr=1.)
+    def before_fit(self): self.own = torch.optim.SGD([self.t], lr=1e-4)
     def after_pred(self): self.learn.pred = self.pred*self.t
     def after_step(self):
         self.own.step()

@@ -78,7 +78,7 @@ def learner(data, model, n=96, bs=8, **kwargs):
     set_seed(0, reproducible=True)
     items = list(zip(*data(n+32)))
     dls = DataLoaders(DataLoader(items[:n], bs=bs, shuffle=True), DataLoader(items[n:], bs=32), device=default_device())
-    return Learner(dls, model(), CrossEntropyLossFlat(), AdamW16, lr=3e-3, **kwargs)
+    return Learner(dls, model(), CrossEntropyLossFlat(), AdamW16, lr=1e-3, **kwargs)
 
 def make(name, **kwargs): return learner(*models[name], cbs=rnn_cbs() if name=='awd_lstm' else (), **kwargs)
 

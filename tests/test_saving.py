@@ -258,7 +258,7 @@ def test_a_learner_that_is_copied_or_exported_in_the_middle_of_a_fit(to, tmp_pat
         o.remove_cbs([cb for cb in o.cbs if isinstance(cb, Exports)])
         clean(o) if o.opt else None
         o.dls = learn.dls
-        torch.testing.assert_close(o.model.eval()(x), learn.model.eval()(x))
+        torch.testing.assert_close(o.model.to(x.device).eval()(x), learn.model.eval()(x))
         before = weights(o)
         fit(o, 1)
         assert o.get_preds()[0].isfinite().all() and not equal(before, weights(o)) and not hasattr(o.model, '__wrapped__')
