@@ -316,7 +316,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.rerun: self.step.batches.add()
         learn,comparison = self.learn,self.comparison
         validates = not vars(learn).get('iter') and (learn._fitting or not comparison.knows(self.states[0]))
-        if self.rerun and first and (comparison.is_due if learn.training else validates):
+        if self.rerun and first and self.plan.in_half and (comparison.is_due if learn.training else validates):
             entry.around_next = partial(comparison.make, self.step, self.plan)
 
     def around_batch(self, entry, # The `Entry` of the fit or the validation
@@ -340,7 +340,9 @@ class DynamicMixedPrecision(MixedPrecision):
             if step:
                 step.batches.end()
                 self.log.fruitless,step.fruitless = self.log.fruitless+step.fruitless,0
-            if not training: self.step = outer
+            if not training:
+                self.step = outer
+                if self.learn and not self.states[0].watches: self.meant = self.learn.model # which may have been seen in a comparison
             elif step and self.learn is not None: self.end_batch(goes_on, cancelled)
 
     def next_attempt(self):

@@ -209,15 +209,22 @@ def _others(case, why):
         res += '; '+reasons[phase].format(in_words(os))
     return res
 
+def _where_kept(why):
+    "What was found to be too coarse by what has to stay in fp32, as in `_explained`"
+    names = [o for o in why if o]
+    return f"what {in_words(names)} compute{'s'*(len(names)==1)}" if names else f"this batch, {_no_cause}"
+
+_no_cause = 'but no module could be identified as the cause'
+
 def _explained(case, why, plain):
     "The report on a fault of half precision; `why` maps what has to stay in fp32 to its `Reason`"
     r,spoilt,error = first(why.values()),case.spoilt(plain) if plain.finite else [],plain.error
     frame,phase = r.frame and _operation(case, r.phase, r.frame, r.half),r.phase
     if frame: text = _said(case, phase, frame, r.half)[:-1]+_others(case, why)+'.'
     elif spoilt: text,phase = '','forward'
-    elif case.silent: text,phase = f"{case.kind} is too coarse for this batch, but no module could be identified as the cause.",'forward'
+    elif case.silent: text,phase = f"{case.kind} is too coarse for {_where_kept(why)}.",'forward'
     else: text = (f"{plain.hook or 'The backward pass'} raises in {case.kind}: {error_in_words(error)}" if error else
-                  f"Gradients are not finite in {case.kind}")+", but no module could be identified as the cause."
+                  f"Gradients are not finite in {case.kind}")+f", {_no_cause}."
     if spoilt: text += f" The loss is finite, but {listed(spoilt)} {'are' if len(spoilt)>1 else 'is'} not, and that goes to the next batch."
     elif case.silent:
         if frame and any(p!='backward' for p,_ in faults(r.half)):

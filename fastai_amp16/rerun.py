@@ -175,7 +175,7 @@ class Batches:
         "Restore the start of the step and run all batches; what a callback cancels ends this only in the last batch"
         self.entry.plan = plan
         self.put_back()
-        if plan is None: self.model_state.to_fp32() # hidden states go on in fp32
+        self.model_state.to_fp32(plan)
         for self.at in range(self.at if only_current else 0, len(self.notes)):  # noqa: B020
             learner_back,_ = self.notes[self.at]
             learner_back()

@@ -259,10 +259,12 @@ class ModelState:
         "What modules other than torch's norms carry from batch to batch, as tensors, without parameters"
         return [(f'{n}.{k}'.lstrip('.'),t) for n,_,k,ts in self._all_held() for t in ts if not isinstance(t, nn.Parameter)]
 
-    def to_fp32(self):
-        "Continue half-precision hidden states in fp32"
+    def to_fp32(self, plan=None):
+        "Continue half-precision hidden states in fp32: those of modules that a `PrecisionPlan` keeps there, or all"
+        ms = {*self.model.modules()}.difference(plan.in_half) if plan else ()
+        kept = {id(d) for m in ms for d in _attributes(m)}
         for _,d,k,ts in self._all_held():
-            if id(d) not in self.halfs and any(t.dtype in half_types for t in ts): d[k] = cast_floats(d[k])
+            if id(d) not in self.halfs and (not plan or id(d) in kept) and any(t.dtype in half_types for t in ts): d[k] = cast_floats(d[k])
 
 # %% ../nbs/08_snapshot.ipynb #3d7bd214
 _last = None,None # the memory of numpy's generator when its state was last read, and that state

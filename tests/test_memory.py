@@ -4,7 +4,7 @@ from fastai.basics import (Callback,CancelFitException,CrossEntropyLossFlat,Data
                            partial,set_seed)
 import fastai_amp16.all # noqa: F401
 from fastai_amp16 import record
-from fastai_amp16.compare import deviation,loss_deviation
+from fastai_amp16.compare import deviation,loss_change
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -75,12 +75,12 @@ def test_a_comparison_takes_memory_for_one_more_set_of_predictions(f, drop, to, 
     "In the first step and in a validation, beside a fit that compares nothing; the loss on predictions included"
     cbs,compared,level = [OneStep()] if f is training else [],[],30. if dtype==torch.float16 else 4.
     model = partial(Words, drop, level)
-    def noted(*args, of=loss_deviation):
+    def noted(*args, of=loss_change):
         compared.append(res := of(*args))
         return res
-    monkeypatch.setattr('fastai_amp16.compare.loss_deviation', noted)
+    monkeypatch.setattr('fastai_amp16.compare.loss_change', noted)
     with_it = peak(f, learner(model, to, cbs=cbs))
-    assert len(compared)==1 and 0<compared[0]<0.1
+    assert len(compared)==1 and 0<compared[0].slope<0.1
     compare_nothing(monkeypatch)
     without = peak(f, learner(model, to, cbs=cbs))
     assert without>large and with_it-without<=2.5*large
@@ -109,7 +109,7 @@ def test_where_there_is_room_for_the_batch_alone_nothing_is_compared(to, dtype, 
 def too_small(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
 
 @both
-@pytest.mark.parametrize('where', ['deviation','loss_deviation','rounded','lost','sampled','AllNoted'])
+@pytest.mark.parametrize('where', ['deviation','loss_change','rounded','lost','sampled','AllNoted'])
 def test_wherever_memory_is_too_small(where, to, dtype, monkeypatch, recwarn):
     "In what differs, the loss on predictions, a control or the notes: the fit ends as without the comparison"
     def level(): return nn.Sequential(Words(), Level())
