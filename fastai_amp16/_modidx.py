@@ -573,6 +573,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastai_amp16.record._is_ours': ('record.html#_is_ours', 'fastai_amp16/record.py'),
                                      'fastai_amp16.record._is_plain': ('record.html#_is_plain', 'fastai_amp16/record.py'),
                                      'fastai_amp16.record._key': ('record.html#_key', 'fastai_amp16/record.py'),
+                                     'fastai_amp16.record._makes_half': ('record.html#_makes_half', 'fastai_amp16/record.py'),
                                      'fastai_amp16.record._measure': ('record.html#_measure', 'fastai_amp16/record.py'),
                                      'fastai_amp16.record._mended': ('record.html#_mended', 'fastai_amp16/record.py'),
                                      'fastai_amp16.record._place': ('record.html#_place', 'fastai_amp16/record.py'),

@@ -577,3 +577,46 @@ def test_norm_statistics_noted_in_an_interrupted_fit_are_forgotten():
     learn.model[1].running_mean.fill_(5.)
     fit(learn.remove_cb(stop), 1, cbs=[Poison({0}, 'backward'), mean])
     assert mean.seen[0]==5 and mean.seen[1]!=5
+
+# --- a module that casts its own weights
+
+class CastsOwn(nn.Module):
+    "As old frozen norms and heads of metric learning do"
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 16))
+    def forward(self, x):
+        self.weight.data = self.weight.data.to(x.dtype)
+        return nn.functional.linear(x, self.weight)
+
+class CastsInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(16,1)
+    def forward(self, x): return self.lin.to(x.dtype)(x)
+
+def casting(cls): return nn.Sequential(nn.Linear(8,16), nn.ReLU(), cls())
+
+@both
+@pytest.mark.parametrize('cls,kept', [(CastsOwn,'2'), (CastsInside,'2.')])
+def test_masters_stay_in_fp32_where_a_module_casts_its_own_weights(cls, kept, to, dtype):
+    "Adam's averages as well, and the first batch names the module"
+    learn = getattr(learner(partial(casting, cls)), to)()
+    with pytest.warns(UserWarning, match=r'2 \(Casts.*casts weights to half precision'): fit(learn, 1)
+    masters(learn)
+    assert learn.mixed_precision.promoted==[kept] and not learn.mixed_precision.n_skipped
+    assert all(t.dtype==torch.float32 for o in learn.opt.state.values() for t in o.values() if isinstance(t, torch.Tensor))
+    works(learn)
+
+@pytest.mark.parametrize('how', ['validate','rerun=False','half_forward'])
+def test_no_digit_is_lost_where_a_module_casts_its_own_weights(how):
+    learn = learner(partial(casting, CastsOwn)).to_fp16_dynamic(rerun=how!='rerun=False')
+    before = weights(learn)
+    if how=='validate':
+        with pytest.warns(UserWarning, match='casts weights'), learn.no_bar(): learn.validate()
+    else:
+        with pytest.raises(TypeError, match='casts weights'):
+            if how=='rerun=False': fit(learn, 1)
+            else:
+                with half_forward(learn.model): learn.model(torch.randn(4, 8))
+    assert equal(weights(learn), before)
