@@ -98,6 +98,7 @@ class Step:
     next:tuple = None # What comes next, from `what_next`
     loss:Tensor = None # Sum of the losses that had a backward pass; `None` before the first one
     backward_at:int = None # Number of forward passes when the last backward pass began
+    written:bool = False # Have gradients that the backward pass left finite become infinite or NaN since, by what other code wrote?
     judged:tuple = ((),0) # The gradients that `outcome` is about, and how often they were written to
     # the end of the step
     decided_at:int = None # Number of forward passes when it was decided to take the step
@@ -142,11 +143,13 @@ class Step:
         "Forget the last attempt, and begin the next one"
         self.kind,self.scale,self.reruns = kind,scale,self.reruns+1
         self.outcome = self.norm = self.next = self.loss = self.backward_at = None
+        self.written = False
 
     def begin_backward(self,
         loss:Tensor # What a backward pass is about to start from
     ):
-        "Note the loss, and how many forward passes came before"
+        "Note the loss, and how many forward passes came before; what is known of the gradients so far no longer counts"
+        self.outcome = None
         with no_torch_function(): loss = loss.detach().sum(dtype=torch.float32) # fastai's tensors take ten times as long
         self.loss = loss if self.loss is None else self.loss+loss
         self.backward_at = self.batches.entry.passes
@@ -171,6 +174,7 @@ class Step:
         norm,state,loss,others,raised,silent = self.ranks.read([norm, *signs, int(raised), int(self.silent and not self.in_fp32)])
         if raised: self.fp32_first = False # all ranks look into it
         is_fine,norm = math.isfinite(norm+state+others) and not raised and not silent,norm/self.ranks.size
+        if self.outcome is Outcome.fine and not is_fine: self.written = self.fp32_first = True # fp32 shows whether precision matters
         if is_fine: self.outcome,self.norm = Outcome.fine,norm
         elif raised or silent or not math.isfinite(state+loss): self.outcome,self.norm = Outcome.broken,math.nan
         else: self.outcome,self.norm = Outcome.overflow,math.inf
