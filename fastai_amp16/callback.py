@@ -85,6 +85,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def __setstate__(self, state):
         _prepare_learners()
         super().__setstate__(state)
+        self.scaler.owner = self.scaler.owner or self
 
     def __call__(self, event_name):
         if self.learn is not None: super().__call__(event_name) # else another callback has just removed this one
@@ -357,7 +358,8 @@ class DynamicMixedPrecision(MixedPrecision):
         "Forget the step of a training batch, unless its gradients wait for the next batch"
         step = self.step
         is_bare = not step.done and (step.outcome is None or not cancelled) and step.batches.has_changed() # without fastai's events
-        if is_bare: self.say_once(bare_step)
+        if is_bare and step.outcome is Outcome.fine: self.step_taken() # without events of the step, but its gradients were judged
+        elif is_bare: self.say_once(bare_step)
         if not goes_on: self.forget_step()
         elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
         else:

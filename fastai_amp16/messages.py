@@ -103,8 +103,8 @@ not_again = ('A batch failed in {}, but not when it ran again unchanged, so noth
              'for code that reads memory before it writes to it, as some bf16 convolutions on a CPU do.')
 static_overflow = ('A step was skipped: its gradients overflowed at the static loss scale {:g}. To skip no step, leave out '
                    '`dynamic=False`.')
-written_gradients = ('A step was skipped: its gradients were finite after the backward pass, but code that ran before the step, such as a callback '
-                     'in `after_backward`, made them infinite or NaN. Look for code that writes to `p.grad`.')
+written_gradients = ('A step was skipped: its gradients were finite after the backward pass, but code that ran before the step made them '
+                     'infinite or NaN. Look for code that writes to `p.grad`, such as `after_backward` of a callback.')
 cannot_rerun = ('A step was skipped: its batch overflowed and could not run again, because weights or inputs were changed within the '
                 'batch, or because too many batches were accumulated. To avoid that, start with a lower init_scale.')
 

@@ -17,7 +17,7 @@ from .nested import stored,tensors
 from .private import is_out_of_memory,no_torch_function,version
 from .ranks import NeedsOthers,Ranks
 from .rerun import Batches,Left,may_be_halfs,not_faults
-from .scaler import DynamicScaler
+from .scaler import DynamicScaler,map_tensors
 
 # %% ../nbs/12_step.ipynb #20cfd3dd
 class Outcome(Enum):
@@ -380,18 +380,20 @@ class StepScaler(DynamicScaler):
     ):
         super().__init__('cpu', **kwargs)
         self.owner = owner
+    def __getstate__(self): # a copy is a scaler of its own; an owner that is copied with it takes it over
+        return {**super().__getstate__(), 'owner':None}
+    @property
+    def _present(self): return self.owner and self.owner.step # `step` is a method of `GradScaler`
     def enable(self, on): # Scale anything? Not where nothing computes in half precision
         "Begin to scale, or end it"
         self._enabled = on
-    def scale(self, outputs): # A tensor, or several
+    def scale(self, outputs): # A tensor, or tuples, lists, dicts and other iterables of tensors, at any depth
         "Multiply `outputs`, and the gradients so far, by the loss scale"
-        step = self.owner.step
-        if step is None: return super().scale(outputs)
+        if (step := self._present) is None: return super().scale(outputs)
         scale = step.loss_scale
         step.batches.gradients.rescale(scale)
-        return outputs*scale if isinstance(outputs, Tensor) else type(outputs)(o*scale for o in outputs)
+        return map_tensors(lambda t: t*scale, outputs)
     def unscale_(self, optimizer): # `learn.opt`
         "Divide the gradients by the loss scale; a second call does nothing"
-        step = self.owner.step
-        if step is None: super().unscale_(optimizer)
+        if (step := self._present) is None: super().unscale_(optimizer)
         else: step.batches.gradients.rescale(1.)
