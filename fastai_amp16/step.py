@@ -148,8 +148,8 @@ class Step:
     def begin_backward(self,
         loss:Tensor # What a backward pass is about to start from
     ):
-        "Note the loss, and how many forward passes came before; what is known of the gradients so far no longer counts"
-        self.outcome = None
+        "Note the loss, and how many forward passes came before"
+        if self.outcome is Outcome.fine: self.outcome = None # those so far were, and now there come more
         with no_torch_function(): loss = loss.detach().sum(dtype=torch.float32) # fastai's tensors take ten times as long
         self.loss = loss if self.loss is None else self.loss+loss
         self.backward_at = self.batches.entry.passes
