@@ -85,7 +85,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def __setstate__(self, state):
         _prepare_learners()
         super().__setstate__(state)
-        self.scaler.owner = self.scaler.owner or self
+        self.scaler.owner = self.scaler.owner or self # a copy of a scaler has none
 
     def __call__(self, event_name):
         if self.learn is not None: super().__call__(event_name) # else another callback has just removed this one

@@ -339,7 +339,7 @@ class PrecisionPlan:
             with torch.autocast(self.device_type, dtype=self.dtype): yield
         finally:
             torch.set_autocast_enabled('cuda', before)
-            cast = [(p,data) for p,data in masters if p.dtype in half_types]
+            cast = [o for o in masters if o[0].dtype in half_types]
             for p,data in cast: p.data = data
         if cast: raise TypeError(no_half_masters)
 

@@ -34,10 +34,10 @@ def map_tensors(
 ): # Same types as `o`; a `map` for an iterable of another type, as from `GradScaler.scale`
     "Return `o` with `f(t)` in place of each tensor `t`; raises `ValueError` if there is anything else in it"
     if isinstance(o, torch.Tensor): return f(o)
-    if isinstance(o, Mapping): return type(o)((k,map_tensors(f, v)) for k,v in o.items())
-    if not isinstance(o, Iterable) or isinstance(o, str): raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-    res,make = map(partial(map_tensors, f), o),getattr(o, '_make', type(o)) # named tuples have the former
-    return make(res) if isinstance(o, (list,tuple)) else res
+    if isinstance(o, Mapping): return type(o)(zip(o, map_tensors(f, o.values())))
+    if not isinstance(o, Iterable): raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+    res = map(partial(map_tensors, f), o)
+    return getattr(o, '_make', type(o))(res) if isinstance(o, (list,tuple)) else res # named tuples have `_make`
 
 class DynamicScaler(GradScaler):
     """A `torch.amp.GradScaler` whose scale stays within `[min_scale, max_scale]` and is known without waiting for the device
