@@ -23,7 +23,7 @@ from .healing import heal
 from .report import Reports
 from .history import History,fp32_first
 from .messages import (bare_step,cannot_rerun,check_keywords,refuse_second_precision,static_overflow,
-                                   stop_early,warn_of_slow_half,warn_user)
+                                   stop_early,warn_of_slow_half,warn_user,written_gradients)
 
 # %% ../nbs/21_callback.ipynb #c5961e06
 def _prepare_learners():
@@ -85,6 +85,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def __setstate__(self, state):
         _prepare_learners()
         super().__setstate__(state)
+        self.scaler.owner = self.scaler.owner or self # a copy of a scaler has none
 
     def __call__(self, event_name):
         if self.learn is not None: super().__call__(event_name) # else another callback has just removed this one
@@ -264,7 +265,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def skip_step(self):
         "Restore everything, count the skipped step, and end the fit if too many batches in a row could not be used"
         step,s = self.step,self.scaler
-        overflows,scaled,self.skipped = step.outcome is Outcome.overflow,s.get_scale(),True
+        overflows,scaled,self.skipped = step.outcome is Outcome.overflow and not step.written,s.get_scale(),True
         self.end_step(scaled, True)
         step.batches.put_back()
         self.ranks.forget()
@@ -273,7 +274,8 @@ class DynamicMixedPrecision(MixedPrecision):
         else:
             self.log.skipped_in_a_row += 1
             self.log.fruitless += step.unusable or step.in_fp32 or step.fp32_first
-        if step.static and overflows: self.say_once(static_overflow.format(scaled))
+        if step.written: self.say_once(written_gradients)
+        elif step.static and overflows: self.say_once(static_overflow.format(scaled))
         elif not step.can_rerun and self.rerun: self.say_once(cannot_rerun)
         if self.log.skipped_in_a_row>=self.patience and self.on_spiral=='heal': self.end_fit()
         raise CancelStepException()
@@ -358,7 +360,8 @@ class DynamicMixedPrecision(MixedPrecision):
         "Forget the step of a training batch, unless its gradients wait for the next batch"
         step = self.step
         is_bare = not step.done and (step.outcome is None or not cancelled) and step.batches.has_changed() # without fastai's events
-        if is_bare: self.say_once(bare_step)
+        if is_bare and step.outcome is Outcome.fine: self.step_taken() # without events of the step, but its gradients were judged
+        elif is_bare: self.say_once(bare_step)
         if not goes_on: self.forget_step()
         elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
         else:

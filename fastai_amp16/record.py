@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from torch.overrides import TorchFunctionMode
 from .grads import grad_values
 from .nested import half_types,replace,stored,tensors
-from .precision import PrecisionPlan,convs
+from .precision import PrecisionPlan,convs,no_half_masters
 from .private import in_backward,is_functorch_wrapped,no_torch_function,version
 
 # %% ../nbs/10_record.ipynb #f15a7c52
@@ -117,6 +117,7 @@ def _hook_that_raised(e):
     if frame is None or _is_ours(frame) or code.co_name in ('forward','backward'): return None
     return f'The hook `{code.co_name}` (line {code.co_firstlineno} of {Path(code.co_filename).name})'
 
+def _makes_half(p, data): return isinstance(p, nn.Parameter) and p.dtype==torch.float32 and getattr(data, 'dtype', None) in half_types
 def _has_numbers(t): return not (t.is_nested or is_functorch_wrapped(t))
 def _key(t): return id(t),0 if t.is_inference() else version(t)
 def _is_plain(t): return _has_numbers(t) and t.layout==torch.strided and t.is_floating_point()
@@ -256,6 +257,8 @@ class Recording(TorchFunctionMode):
         f = self.stack[-1] if self.on and self.stack and (self.again or not in_backward()) else None
         if f is None or f.op or _is_ours(sys._getframe(1)): return func(*args, **kwargs)
         name = func.__name__.strip('_')
+        # the forward pass would raise this at its end, where nobody knows any more which module it was
+        if name=='set' and _makes_half(*args): raise TypeError(no_half_masters)
         if name in _harmless or 'empty' in name or 'resize' in name: return func(*args, **kwargs)
         read = args[func.__name__ in _writes:]
         self._enter(f.name, (read,kwargs), name)

@@ -17,7 +17,7 @@ from .nested import stored,tensors
 from .private import is_out_of_memory,no_torch_function,version
 from .ranks import NeedsOthers,Ranks
 from .rerun import Batches,Left,may_be_halfs,not_faults
-from .scaler import DynamicScaler
+from .scaler import DynamicScaler,map_tensors
 
 # %% ../nbs/12_step.ipynb #20cfd3dd
 class Outcome(Enum):
@@ -98,6 +98,7 @@ class Step:
     next:tuple = None # What comes next, from `what_next`
     loss:Tensor = None # Sum of the losses that had a backward pass; `None` before the first one
     backward_at:int = None # Number of forward passes when the last backward pass began
+    written:bool = False # Have gradients that the backward pass left finite become infinite or NaN since, by what other code wrote?
     judged:tuple = ((),0) # The gradients that `outcome` is about, and how often they were written to
     # the end of the step
     decided_at:int = None # Number of forward passes when it was decided to take the step
@@ -142,11 +143,13 @@ class Step:
         "Forget the last attempt, and begin the next one"
         self.kind,self.scale,self.reruns = kind,scale,self.reruns+1
         self.outcome = self.norm = self.next = self.loss = self.backward_at = None
+        self.written = False
 
     def begin_backward(self,
         loss:Tensor # What a backward pass is about to start from
     ):
         "Note the loss, and how many forward passes came before"
+        if self.outcome is Outcome.fine: self.outcome = None # those so far were, and now there come more
         with no_torch_function(): loss = loss.detach().sum(dtype=torch.float32) # fastai's tensors take ten times as long
         self.loss = loss if self.loss is None else self.loss+loss
         self.backward_at = self.batches.entry.passes
@@ -171,6 +174,7 @@ class Step:
         norm,state,loss,others,raised,silent = self.ranks.read([norm, *signs, int(raised), int(self.silent and not self.in_fp32)])
         if raised: self.fp32_first = False # all ranks look into it
         is_fine,norm = math.isfinite(norm+state+others) and not raised and not silent,norm/self.ranks.size
+        if self.outcome is Outcome.fine and not is_fine: self.written = self.fp32_first = True # fp32 shows whether precision matters
         if is_fine: self.outcome,self.norm = Outcome.fine,norm
         elif raised or silent or not math.isfinite(state+loss): self.outcome,self.norm = Outcome.broken,math.nan
         else: self.outcome,self.norm = Outcome.overflow,math.inf
@@ -376,18 +380,20 @@ class StepScaler(DynamicScaler):
     ):
         super().__init__('cpu', **kwargs)
         self.owner = owner
+    def __getstate__(self): # a copy is a scaler of its own; an owner that is copied with it takes it over
+        return {**super().__getstate__(), 'owner':None}
+    @property
+    def _present(self): return self.owner and self.owner.step # `step` is a method of `GradScaler`
     def enable(self, on): # Scale anything? Not where nothing computes in half precision
         "Begin to scale, or end it"
         self._enabled = on
-    def scale(self, outputs): # A tensor, or several
+    def scale(self, outputs): # A tensor, or tuples, lists, dicts and other iterables of tensors, at any depth
         "Multiply `outputs`, and the gradients so far, by the loss scale"
-        step = self.owner.step
-        if step is None: return super().scale(outputs)
+        if (step := self._present) is None: return super().scale(outputs)
         scale = step.loss_scale
         step.batches.gradients.rescale(scale)
-        return outputs*scale if isinstance(outputs, Tensor) else type(outputs)(o*scale for o in outputs)
+        return map_tensors(lambda t: t*scale, outputs)
     def unscale_(self, optimizer): # `learn.opt`
         "Divide the gradients by the loss scale; a second call does nothing"
-        step = self.owner.step
-        if step is None: super().unscale_(optimizer)
+        if (step := self._present) is None: super().unscale_(optimizer)
         else: step.batches.gradients.rescale(1.)

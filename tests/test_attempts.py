@@ -730,6 +730,13 @@ def by_scaler(learn):
     (scaler.scale(learn.loss_grad) if scaler else learn.loss_grad).backward()
     if scaler: scaler.unscale_(learn.opt)
 @backward_by
+def by_scaler_of_containers(learn):
+    "`scale` takes them at any depth"
+    scaler,losses = getattr(learn, 'scaler', None),[{'loss': learn.loss_grad/2}, (learn.loss_grad/2,)]
+    first,(second,) = scaler.scale(losses) if scaler else losses
+    (first['loss']+second).backward()
+    if scaler: scaler.unscale_(learn.opt)
+@backward_by
 def in_parts(learn):
     for share in (.25,.75): (share*learn.loss_grad).backward(retain_graph=True)
 @backward_by
@@ -756,7 +763,7 @@ def own_end(end, to, cbs=()):
     return learn,[str(o.message) for o in told if 'our training step' in str(o.message)]
 
 @pytest.mark.parametrize('end,cbs,told', [
-    (bare,(),'_do_grad_opt'), (below,(),'_do_grad_opt'), (no_step_event,(),'_do_grad_opt'), (None,(Trains,),'_do_grad_opt')])
+    (bare,(),'_do_grad_opt'), (below,(),'_do_grad_opt'), (None,(Trains,),'_do_grad_opt')])
 def test_a_step_without_fastais_events_is_named(end, cbs, told):
     "Once, and what it accumulates is not kept"
     learn,found = own_end(end, fp16, [cb() for cb in cbs])
@@ -764,11 +771,18 @@ def test_a_step_without_fastais_events_is_named(end, cbs, told):
     assert learn.mixed_precision.step is None
 
 @pytest.mark.parametrize('end', [
-    Learner._do_grad_opt, backward_of('loss_grad'), backward_of('loss'), by_scaler, in_parts, by_autograd, only_step_events])
+    Learner._do_grad_opt, backward_of('loss_grad'), backward_of('loss'), by_scaler,
+    by_scaler_of_containers, in_parts, by_autograd, only_step_events])
 def test_a_step_of_ones_own_with_events_is_as_good_as_fastais(end):
     (a,_),(b,found) = own_end(end, fp32),own_end(end, fp16)
     assert not found and b.gradient_norm_clip.norms==pytest.approx(a.gradient_norm_clip.norms, rel=0.1)
     same_training(a, b)
+
+def test_a_step_without_events_after_a_backward_pass_with_them_is_counted():
+    "Its gradients were scaled and judged: a batch that overflows runs again"
+    learn,found = own_end(no_step_event, partial(fp16, init_scale=2.**24))
+    mp = learn.mixed_precision
+    assert not found and mp.n_rerun and len(mp.history)==len(learn.dls.train) and mp.scaler.get_scale()<2**24
 
 def test_nothing_of_a_cancelled_backward_pass_stays():
     "The next batch begins without the mode that scales"

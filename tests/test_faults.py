@@ -7,7 +7,8 @@ from fastai.basics import (Callback,CancelBackwardException,CancelBatchException
                            Learner,SGD,nn,partial)
 from fastai.callback.all import GradientAccumulation,TerminateOnNaNCallback
 from torch.utils.checkpoint import checkpoint
-from fastai_amp16.all import FusedAdam,half_forward
+from fastai_amp16.all import FusedAdam,PrecisionWarning,half_forward
+from fastai_amp16.messages import written_gradients
 from fastai_amp16.precision import own_forward
 from common import *
 
@@ -577,3 +578,85 @@ def test_norm_statistics_noted_in_an_interrupted_fit_are_forgotten():
     learn.model[1].running_mean.fill_(5.)
     fit(learn.remove_cb(stop), 1, cbs=[Poison({0}, 'backward'), mean])
     assert mean.seen[0]==5 and mean.seen[1]!=5
+
+# --- a module that casts its own weights
+
+class CastsOwn(nn.Module):
+    "As old frozen norms and heads of metric learning do"
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 16))
+    def forward(self, x):
+        self.weight.data = self.weight.data.to(x.dtype)
+        return nn.functional.linear(x, self.weight)
+
+class CastsInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(16,1)
+    def forward(self, x): return self.lin.to(x.dtype)(x)
+
+def casting(cls): return nn.Sequential(nn.Linear(8,16), nn.ReLU(), cls())
+
+@both
+@pytest.mark.parametrize('cls,kept', [(CastsOwn,'2'), (CastsInside,'2.')])
+def test_masters_stay_in_fp32_where_a_module_casts_its_own_weights(cls, kept, to, dtype):
+    "Adam's averages as well, and the first batch names the module"
+    learn = getattr(learner(partial(casting, cls)), to)()
+    with pytest.warns(UserWarning, match=r'2 \(Casts.*casts weights to half precision'): fit(learn, 1)
+    masters(learn)
+    assert learn.mixed_precision.promoted==[kept] and not learn.mixed_precision.n_skipped
+    assert all(t.dtype==torch.float32 for o in learn.opt.state.values() for t in o.values() if isinstance(t, torch.Tensor))
+    works(learn)
+
+@pytest.mark.parametrize('how', ['validate','rerun=False','half_forward'])
+def test_no_digit_is_lost_where_a_module_casts_its_own_weights(how):
+    learn = learner(partial(casting, CastsOwn)).to_fp16_dynamic(rerun=how!='rerun=False')
+    before = weights(learn)
+    if how=='validate':
+        with pytest.warns(UserWarning, match='casts weights'), learn.no_bar(): learn.validate()
+    else:
+        with pytest.raises(TypeError, match='casts weights'):
+            if how=='rerun=False': fit(learn, 1)
+            else:
+                with half_forward(learn.model): learn.model(torch.randn(4, 8))
+    assert equal(weights(learn), before)
+
+# --- a callback that makes gradients infinite or NaN
+
+written_by = Counter()
+
+class Writes(Callback):
+    "Writes to the gradients of one batch, and counts the runs of each"
+    def __init__(self, value, event): setattr(self, event, partial(self.write, value))
+    def write(self, value):
+        if not self.training: return
+        written_by[self.iter] += 1
+        if self.iter==2: next(self.learn.model.parameters()).grad.fill_(value)
+
+@both
+@pytest.mark.parametrize('value', [math.nan, math.inf])
+@pytest.mark.parametrize('event', ['after_backward','before_step'])
+@pytest.mark.parametrize('kw', [{}, {'rerun':False}, {'on_spiral':'warn'}], ids=str)
+def test_a_callback_that_makes_gradients_infinite_is_told_so(to, dtype, value, event, kw):
+    "The step is skipped, the batch runs few times, and no other reason is given"
+    written_by.clear()
+    learn = getattr(learner(cbs=Writes(value, event)), to)(**kw)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        fit(learn, 1)
+    mp = learn.mixed_precision
+    assert [str(o.message) for o in told if issubclass(o.category, PrecisionWarning)]==[written_gradients]
+    assert mp.history.skipped.tolist()==[False,False,True,False] and mp.history.loss_scale.nunique()==1
+    assert written_by[2]<=3 and all(written_by[i]==1 for i in (0,1,3)) and all(p.isfinite().all() for p in learn.model.parameters())
+
+def test_an_overflow_after_the_backward_pass_is_no_fault_of_a_callback():
+    "Half precision is at fault where a callback runs the model and a backward pass of its own, without a loss scale"
+    class Again(Callback):
+        def after_backward(self): torch.autograd.backward([1e8*self.model(*self.xb).mean()])
+    learn = learner(plain_mlp, cbs=Again(), lr=1e-4)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        fit(learn.to_fp16_dynamic(), 1)
+    assert learn.mixed_precision.n_rerun and not learn.mixed_precision.n_skipped
+    assert written_gradients not in [str(o.message) for o in told]

@@ -4,7 +4,7 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 import pytest,torch
 from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,L,Learner,OptimWrapper,
-                           TfmdLists,load_learner,nn,noop,partial,set_seed)
+                           TfmdLists,load_learner,nn,noop,partial,set_seed,tensor)
 from fastai.callback.all import GradientAccumulation,MixedPrecision,SaveModelCallback
 from fastai_amp16.all import (AdamW16,DynamicMixedPrecision)
 from fastai_amp16.all import GradNorm,GradientNormClip,RMSProp16,ranger16
@@ -74,6 +74,19 @@ def test_export(tmp_path):
     for o in (copy.deepcopy(learn), pickle.loads(pickle.dumps(learn))): assert len(o.mixed_precision.history)==4
     pickle.loads(pickle.dumps(learn.model))
     fit(learn, 1)
+
+@pytest.mark.parametrize('how', [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=['deepcopy','pickle'])
+def test_the_scaler_of_a_learner_is_copied_without_the_learner(how):
+    "At any moment of a fit; a copy scales by itself, and that of a learner goes on with it"
+    class Copies(Callback):
+        def after_backward(self):
+            scaler = self.learn.scaler
+            assert len(pickle.dumps(scaler))<2000
+            assert how(scaler).state_dict()==scaler.state_dict() and how(scaler).scale(tensor(1.))==scaler.get_scale()
+    learn = fit(learner(cbs=Copies(), shuffle=False).to_fp16_dynamic(), 1)
+    again = how(learn.remove_cb(Copies))
+    assert again.mixed_precision.scaler.owner is again.mixed_precision and learn.mixed_precision.scaler.owner is learn.mixed_precision
+    assert equal(weights(fit(again, 1)), weights(fit(learn, 1)))
 
 def test_gradients_of_before_a_load_do_not_enter_the_next_step(tmp_path):
     "Half of an accumulated step was made at the scale of before"

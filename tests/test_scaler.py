@@ -1,5 +1,6 @@
 "The policy of `DynamicScaler`, by properties and beside torch's own"
 import math,pickle
+from collections import OrderedDict,namedtuple
 import pytest,torch
 from hypothesis import given,settings,strategies as st
 from torch.amp import GradScaler
@@ -122,6 +123,25 @@ def test_the_device_has_the_scale_of_the_host():
         s.update(found_inf=o)
     s.update(torch.tensor(4.))
     assert s.scale(one).item()==s.get_scale()==4
+
+def tensors_of(o, times=1.):
+    if isinstance(o, float): return torch.tensor(o*times)
+    if isinstance(o, dict): return type(o)((k,tensors_of(v, times)) for k,v in o.items())
+    return getattr(o, '_make', type(o))([tensors_of(v, times) for v in o])
+
+Pair = namedtuple('Pair', 'a b')
+
+@pytest.mark.parametrize('o', [(1.,2.), [1.,(2.,[3.])], {'a':1., 'b':[2.,{'c':3.}]}, Pair(1., (2.,)), OrderedDict(a=1.), ()], ids=str)
+def test_scales_containers_of_any_depth(o):
+    scaled = DynamicScaler('cpu', 4.).scale(tensors_of(o))
+    assert scaled==tensors_of(o, 4.) and type(scaled) is type(o)
+
+def test_scales_iterators_and_refuses_what_is_no_tensor():
+    "As torch's own"
+    for s in (DynamicScaler('cpu', 4.), GradScaler('cpu', 4.)):
+        assert [*s.scale(torch.tensor(o) for o in (1.,2.))]==[4.,8.]
+        for bad in (1., [2.]):
+            with pytest.raises(ValueError, match='must be a Tensor'): s.scale(bad)
 
 def test_overflow_of_one_optimizer_of_two_backs_off():
     ps = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
