@@ -144,8 +144,9 @@ class DynamicMixedPrecision(MixedPrecision):
         if entry is not None:
             modules = self.states and self.states[0]
             if not modules or modules.model is not self.plan.model or modules.loss_func is not learn.loss_func:
-                self.states = ModelState(self.plan.model, learn.loss_func, learn),LearnerState(learn)
-                self.states[0].watches = self.meant is not learn.model
+                modules = ModelState(self.plan.model, learn.loss_func, learn)
+                modules.watches = self.meant is not learn.model
+                self.states = modules,LearnerState(learn, modules.hooks) # callbacks may add hooks in a batch, and remove them
             entry.stand(learn.model)
             entry.plan = self.plan
         return self.plan

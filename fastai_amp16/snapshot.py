@@ -189,6 +189,7 @@ class ModelState:
         self.norms,self.rest = _Attributes(norms, _torchs),_Attributes([d for _,d in self.named if not any(d is o for o in norms)], _torchs)
         modules = [o for _,o in owners.values() if isinstance(o, nn.Module)]
         self.modes = [vars(m) for m in modules if 'training' in vars(m)] # not those of TorchScript
+        self.hooks = [d for m in modules for k,d in vars(m).items() if 'ward_' in k and '_hooks' in k] # of forward and backward passes
         self.halfs = {id(d) for m in modules if is_half(m) for c in m.modules() for d in _attributes(c)} # statistics of half parts
         self.lazy = [m for m in modules if _open(m)]
         self.params = list(dict.fromkeys(p for m in modules for p in m.parameters(recurse=False)))
@@ -349,7 +350,7 @@ class AllNoted:
     ):
         modules,others = ModelState(unwrap(learn.model), learn.loss_func, learn),[*map(vars, (*learn.cbs, *_loader_parts(dl)))]
         self.learn,self.params,self.grads = learn,modules.params,[(p,p.grad) for p in modules.params]
-        state = LearnerState(learn, others)
+        state = LearnerState(learn, [*others, *modules.hooks])
         self.back = [modules.note(),state.note()[0],modules.end,state.end]
         dicts,self.keys = (vars(learn), *others, *(d for _,d in modules.named)),{*vars(learn)}
         self.exact = [(d,{k: v for k,v in d.items() if k not in _torchs and not _is_iterator(type(v))}) for d in dicts] # also with a graph

@@ -100,6 +100,32 @@ def test_for_a_hook_that_raises_the_module_before_it_is_enough(model, hooked, be
     mp = as_in_fp32(make, to, tol=2e-2).mixed_precision
     assert mp.promoted==[kept] and len(mp.reports)==1 and mp.reports[0].sentence.startswith('The hook `wants_floats` (line ')
 
+class ManifoldMixUp(Callback):
+    "Mixes what a layer gives, by a hook that is removed when the loss is known"
+    run_valid = False
+    def __init__(self, raises): self.raises = raises
+    def before_batch(self):
+        perm,lam = torch.randperm(len(self.x)),torch.rand(len(self.x), 1).to(self.x)
+        def mixes(m, args, out): return torch.lerp(out[perm], out, lam if self.raises else lam.to(out))
+        self.hook = self.model[0].register_forward_hook(mixes)
+        self.learn.yb = torch.lerp(self.y[perm], self.y, lam),
+    def after_loss(self): self.hook.remove()
+
+@both
+def test_a_hook_of_one_batch_that_raises_is_healed(to, dtype):
+    learn = as_in_fp32(lambda: learner(plain_mlp, cbs=[ManifoldMixUp(raises=True)]), to)
+    assert learn.mixed_precision.promoted==['0'] and not learn.model[0]._forward_hooks
+
+def test_a_batch_that_runs_again_has_the_hook_that_was_removed():
+    def make(): return learner(plain_mlp, loss_func=nn.MSELoss(), cbs=[ManifoldMixUp(raises=False)])
+    ref,learn = fit(make(), 1),fit(make().to_fp16_dynamic(init_scale=2.**24), 1)
+    assert learn.mixed_precision.history.reruns[0] and not learn.mixed_precision.promoted
+    assert learn.recorder.losses[0].item()==pytest.approx(ref.recorder.losses[0].item(), rel=1e-2)
+
+def test_a_report_leaves_no_hook_behind():
+    learn = learner(plain_mlp, cbs=[ManifoldMixUp(raises=True)]).to_fp16_dynamic()
+    assert learn.diagnose_fp16().promoted==['0'] and not learn.model[0]._forward_hooks
+
 @both
 def test_a_hook_on_gradients_that_raises_is_named(to, dtype):
     def wants_floats(g): assert g.dtype==torch.float32
