@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from .nested import Notes,all_tensors,cast_floats,half_types,refill
 from .precision import is_half,norm_types,unwrap
-from .weights import KeptWeights
+from .weights import FrozenWeights,KeptWeights
 from .private import buffers_of,compiled_call,no_torch_function,version
 
 # %% ../nbs/08_snapshot.ipynb #841da070
@@ -199,14 +199,14 @@ class ModelState:
         mine,ps = {*self.model.parameters()},[p for p in self.params if not (is_lazy(p) or p.is_inference())]
         trained,theirs = [p for p in ps if p.requires_grad and p in mine],theirs-mine
         self.not_written = [*trained, *(p for p in ps if p in theirs)] # a batch that writes to one of these cannot run again
-        self.frozen = [(p,version(p)) for p in ps if not p.requires_grad and p not in theirs]
+        self.frozen = FrozenWeights([p for p in ps if not p.requires_grad and p not in theirs])
         self.some = trained[::len(trained)//8+1]
 
     def note(self):
         "Return a function that restores the state at the start of a step, with training modes and `requires_grad`"
         self.before = _infinite(now := self.rest.values()),{id(v): _mark(v) for v in now if isinstance(v, Tensor)}
         back = [_lazy_noted(m) for m in self.lazy if _open(m)]
-        back += [self.norms.note(),self.rest.note([p for p,v in self.frozen if version(p)!=v])] # which are written to
+        back += [self.frozen.note(),self.norms.note(),self.rest.note(self.frozen.written())]
         training,trained = [d['training'] for d in self.modes],[p.requires_grad for p in self.params]
         def put_back():
             for f in back: f()
