@@ -306,7 +306,7 @@ class DynamicMixedPrecision(MixedPrecision):
         self.step = Step(Batches(self.learn, entry, *self.states, carried), self.ranks, scale=s.get_scale(), settled=s.settled,
                          floor=s.min_scale if can_rerun and scales and s.dynamic else None, static=scales and not s.dynamic,
                          rerun=self.rerun, can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=fp32_first(self.log.fruitless),
-                         is_second=is_second, usual=max(norms) if len(norms)>7 else math.inf)
+                         is_second=is_second, usual=max(norms) if len(norms)>7 and self.plan.in_half else math.inf)
 
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
         "Note the present state, so that the batch can run again"

@@ -6,6 +6,7 @@ from fastai.basics import SGD,Callback,CancelBatchException,Learner,OptimWrapper
 from fastai.callback.mixup import MixUp
 from fastai_amp16.all import *
 from common import Do,between,both,equal,fit,learner,mlp,plain_mlp,state,times_and_back,weights
+from overflows import Outlier
 
 def ends(learn): return learn.recorder.values[-1][-1]
 
@@ -466,6 +467,10 @@ def test_samples_of_a_batch_that_you_give_are_named_by_their_place_in_it():
 @pytest.mark.parametrize('keep', ['', [''], ['head','']])
 def test_the_whole_model_in_fp32_is_refused(keep):
     with pytest.raises(ValueError, match=r'keep_fp32=.* is not valid; .*learn\.to_fp32\(\)'): learner().to_fp16_dynamic(keep_fp32=keep)
+
+def test_large_gradients_run_no_batch_again_where_everything_is_in_fp32():
+    learn = learner(n=12*16, cbs=[Outlier(9)]).to_fp16_dynamic(keep_fp32=nn.Module)
+    assert fit(learn, 1).mixed_precision.n_rerun==0
 
 def test_a_report_that_keeps_everything_names_to_fp32():
     learn = learner(lambda: nn.Linear(8,1), loss_func=lambda p,y: 1e13*(p-y).square().mean())
