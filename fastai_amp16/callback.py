@@ -145,8 +145,9 @@ class DynamicMixedPrecision(MixedPrecision):
         if entry is not None:
             modules = self.states and self.states[0]
             if not modules or modules.model is not self.plan.model or modules.loss_func is not learn.loss_func:
-                self.states = ModelState(self.plan.model, learn.loss_func, learn),LearnerState(learn)
-                self.states[0].watches = self.meant is not learn.model
+                modules = ModelState(self.plan.model, learn.loss_func, learn)
+                modules.watches = self.meant is not learn.model
+                self.states = modules,LearnerState(learn, modules.hooks) # callbacks may add hooks in a batch, and remove them
             entry.stand(learn.model)
             entry.plan = self.plan
         return self.plan
@@ -307,7 +308,7 @@ class DynamicMixedPrecision(MixedPrecision):
         self.step = Step(Batches(self.learn, entry, *self.states, carried), self.ranks, scale=s.get_scale(), settled=s.settled,
                          floor=s.min_scale if can_rerun and scales and s.dynamic else None, static=scales and not s.dynamic,
                          rerun=self.rerun, can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=fp32_first(self.log.fruitless),
-                         is_second=is_second, usual=max(norms) if len(norms)>7 else math.inf)
+                         is_second=is_second, usual=max(norms) if len(norms)>7 and self.plan.in_half else math.inf)
 
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
         "Note the present state, so that the batch can run again"

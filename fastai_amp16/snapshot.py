@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from .nested import Notes,all_tensors,cast_floats,half_types,refill
 from .precision import is_half,norm_types,unwrap
-from .weights import KeptWeights
+from .weights import FrozenWeights,KeptWeights
 from .private import buffers_of,compiled_call,no_torch_function,version
 
 # %% ../nbs/08_snapshot.ipynb #841da070
@@ -189,6 +189,7 @@ class ModelState:
         self.norms,self.rest = _Attributes(norms, _torchs),_Attributes([d for _,d in self.named if not any(d is o for o in norms)], _torchs)
         modules = [o for _,o in owners.values() if isinstance(o, nn.Module)]
         self.modes = [vars(m) for m in modules if 'training' in vars(m)] # not those of TorchScript
+        self.hooks = [d for m in modules for k,d in vars(m).items() if 'ward_' in k and '_hooks' in k] # of forward and backward passes
         self.halfs = {id(d) for m in modules if is_half(m) for c in m.modules() for d in _attributes(c)} # statistics of half parts
         self.lazy = [m for m in modules if _open(m)]
         self.params = list(dict.fromkeys(p for m in modules for p in m.parameters(recurse=False)))
@@ -198,14 +199,14 @@ class ModelState:
         mine,ps = {*self.model.parameters()},[p for p in self.params if not (is_lazy(p) or p.is_inference())]
         trained,theirs = [p for p in ps if p.requires_grad and p in mine],theirs-mine
         self.not_written = [*trained, *(p for p in ps if p in theirs)] # a batch that writes to one of these cannot run again
-        self.frozen = [(p,version(p)) for p in ps if not p.requires_grad and p not in theirs]
+        self.frozen = FrozenWeights([p for p in ps if not p.requires_grad and p not in theirs])
         self.some = trained[::len(trained)//8+1]
 
     def note(self):
         "Return a function that restores the state at the start of a step, with training modes and `requires_grad`"
         self.before = _infinite(now := self.rest.values()),{id(v): _mark(v) for v in now if isinstance(v, Tensor)}
         back = [_lazy_noted(m) for m in self.lazy if _open(m)]
-        back += [self.norms.note(),self.rest.note([p for p,v in self.frozen if version(p)!=v])] # which are written to
+        back += [self.frozen.note(),self.norms.note(),self.rest.note(self.frozen.written())]
         training,trained = [d['training'] for d in self.modes],[p.requires_grad for p in self.params]
         def put_back():
             for f in back: f()
@@ -351,7 +352,7 @@ class AllNoted:
     ):
         modules,others = ModelState(unwrap(learn.model), learn.loss_func, learn),[*map(vars, (*learn.cbs, *_loader_parts(dl)))]
         self.learn,self.params,self.grads = learn,modules.params,[(p,p.grad) for p in modules.params]
-        state = LearnerState(learn, others)
+        state = LearnerState(learn, [*others, *modules.hooks])
         self.back = [modules.note(),state.note()[0],modules.end,state.end]
         dicts,self.keys = (vars(learn), *others, *(d for _,d in modules.named)),{*vars(learn)}
         self.exact = [(d,{k: v for k,v in d.items() if k not in _torchs and not _is_iterator(type(v))}) for d in dicts] # also with a graph

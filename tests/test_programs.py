@@ -6,6 +6,7 @@ from fastai.basics import SGD,Callback,CancelBatchException,Learner,OptimWrapper
 from fastai.callback.mixup import MixUp
 from fastai_amp16.all import *
 from common import Do,between,both,equal,fit,learner,mlp,plain_mlp,state,times_and_back,weights
+from overflows import Outlier
 
 def ends(learn): return learn.recorder.values[-1][-1]
 
@@ -99,6 +100,32 @@ def test_for_a_hook_that_raises_the_module_before_it_is_enough(model, hooked, be
         return learn
     mp = as_in_fp32(make, to, tol=2e-2).mixed_precision
     assert mp.promoted==[kept] and len(mp.reports)==1 and mp.reports[0].sentence.startswith('The hook `wants_floats` (line ')
+
+class ManifoldMixUp(Callback):
+    "Mixes what a layer gives, by a hook that is removed when the loss is known"
+    run_valid = False
+    def __init__(self, raises): self.raises = raises
+    def before_batch(self):
+        perm,lam = torch.randperm(len(self.x)),torch.rand(len(self.x), 1).to(self.x)
+        def mixes(m, args, out): return torch.lerp(out[perm], out, lam if self.raises else lam.to(out))
+        self.hook = self.model[0].register_forward_hook(mixes)
+        self.learn.yb = torch.lerp(self.y[perm], self.y, lam),
+    def after_loss(self): self.hook.remove()
+
+@both
+def test_a_hook_of_one_batch_that_raises_is_healed(to, dtype):
+    learn = as_in_fp32(lambda: learner(plain_mlp, cbs=[ManifoldMixUp(raises=True)]), to)
+    assert learn.mixed_precision.promoted==['0'] and not learn.model[0]._forward_hooks
+
+def test_a_batch_that_runs_again_has_the_hook_that_was_removed():
+    def make(): return learner(plain_mlp, loss_func=nn.MSELoss(), cbs=[ManifoldMixUp(raises=False)])
+    ref,learn = fit(make(), 1),fit(make().to_fp16_dynamic(init_scale=2.**24), 1)
+    assert learn.mixed_precision.history.reruns[0] and not learn.mixed_precision.promoted
+    assert learn.recorder.losses[0].item()==pytest.approx(ref.recorder.losses[0].item(), rel=1e-2)
+
+def test_a_report_leaves_no_hook_behind():
+    learn = learner(plain_mlp, cbs=[ManifoldMixUp(raises=True)]).to_fp16_dynamic()
+    assert learn.diagnose_fp16().promoted==['0'] and not learn.model[0]._forward_hooks
 
 @both
 def test_a_hook_on_gradients_that_raises_is_named(to, dtype):
@@ -440,6 +467,10 @@ def test_samples_of_a_batch_that_you_give_are_named_by_their_place_in_it():
 @pytest.mark.parametrize('keep', ['', [''], ['head','']])
 def test_the_whole_model_in_fp32_is_refused(keep):
     with pytest.raises(ValueError, match=r'keep_fp32=.* is not valid; .*learn\.to_fp32\(\)'): learner().to_fp16_dynamic(keep_fp32=keep)
+
+def test_large_gradients_run_no_batch_again_where_everything_is_in_fp32():
+    learn = learner(n=12*16, cbs=[Outlier(9)]).to_fp16_dynamic(keep_fp32=nn.Module)
+    assert fit(learn, 1).mixed_precision.n_rerun==0
 
 def test_a_report_that_keeps_everything_names_to_fp32():
     learn = learner(lambda: nn.Linear(8,1), loss_func=lambda p,y: 1e13*(p-y).square().mean())
