@@ -7,7 +7,7 @@ __all__ = ['wrong', 'deviation', 'bits_lost', 'LossChange', 'loss_change', 'roun
            'Comparison']
 
 # %% ../nbs/13_compare.ipynb #1ea8669a
-import itertools,math
+import itertools,math,operator
 from contextlib import contextmanager,nullcontext
 from typing import NamedTuple
 from fastai.basics import *
@@ -134,9 +134,9 @@ def loss_change(
 ) -> LossChange: # `None` if there are no targets, or the loss function cannot take such predictions
     "Find what the loss makes of a difference between predictions"
     if not learn.yb: return
+    def chunk(o, i, n): return o if n==1 else replace(o, lambda t: t.tensor_split(n)[i])
     for n in {_chunks(reference, learn.yb): None, 1: None}: # where a loss function cannot take a chunk, it may take the batch
-        def chunk(o, i): return o if n==1 else replace(o, lambda t: t.tensor_split(n)[i])
-        sums = [_loss_sums(learn, *(chunk(o, i) for o in (pred,reference,learn.yb))) for i in range(n)]
+        sums = [_loss_sums(learn, *(chunk(o, i, n) for o in (pred,reference,learn.yb))) for i in range(n)]
         if not any(o is None for o in sums): break
     else: return
     (change,value,*_),*rows = torch.stack(sums).sum(0).tolist()
@@ -149,7 +149,7 @@ _half_layers = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase)
 wrong = 0.1 # a smaller deviation is rounding
 _times = 3 # a deviation less than so many times the control's is rounding
 _matters = 0.01 # a smaller deviation, of the loss or of predictions, does not matter
-_harmless = 0.03 # a difference that can change the loss by less is too small to tell from rounding
+_harmless = 0.03 # nor does a difference by which the loss could change by less
 
 @contextmanager
 def rounded(
@@ -218,11 +218,13 @@ def are_wrong(
 ) -> bool: # Without `controls`, only whether it may be so
     "Are predictions farther from fp32's than rounding explains?"
     far = _far(learn, run.pred, reference.pred)
-    if max(far[:3])<=wrong or far.most<=_harmless: return False
-    if not controls: return True
-    usual = _far(learn, controls[0].pred, reference.pred)
-    limits = usual.off,usual.slope,usual.most if usual.most<math.inf else 0. # values may differ by chance, in either direction
-    return any(d>wrong and d>_times*o for d,o in zip(far, limits))
+    if far.most<=_harmless: return False
+    limits = wrong,wrong,_harmless
+    if controls:
+        usual = _far(learn, controls[0].pred, reference.pred)
+        by_chance = usual.most if usual.most<math.inf else 0. # losses may differ in either direction
+        limits = [max(o, _times*u) for o,u in zip(limits, (usual.off,usual.slope,by_chance))]
+    return any(map(operator.gt, far, limits))
 
 # %% ../nbs/13_compare.ipynb #8e0c4d51
 _farther = 4 # a result this many times as far off as what went in, or as rounding explains, is wrong

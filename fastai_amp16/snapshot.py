@@ -260,8 +260,10 @@ class ModelState:
         "What modules other than torch's norms carry from batch to batch, as tensors, without parameters"
         return [(f'{n}.{k}'.lstrip('.'),t) for n,_,k,ts in self._all_held() for t in ts if not isinstance(t, nn.Parameter)]
 
-    def to_fp32(self, plan=None):
-        "Continue half-precision hidden states in fp32: those of modules that a `PrecisionPlan` keeps there, or all"
+    def to_fp32(self,
+        plan=None # A `PrecisionPlan`: only those of modules that it keeps in fp32
+    ):
+        "Continue half-precision hidden states in fp32"
         ms = {*self.model.modules()}.difference(plan.in_half) if plan else ()
         kept = {id(d) for m in ms for d in _attributes(m)}
         for _,d,k,ts in self._all_held():
