@@ -115,9 +115,9 @@ def _loss_sums(learn, pred, reference, yb):
     (loss,old),(other,new) = res
     rows = [[other-loss, loss, *loss.new_zeros(2)]]
     for (y,g),(x,h) in zip(old, new):
-        d = torch.where(x.isfinite() & y.isfinite(), x-y, 0)
+        d,g,h = (o.double() for o in (torch.where(x.isfinite() & y.isfinite(), x-y, 0),g,h))
         rows.append([((h-g)*d).sum(), g.square().sum(), d.square().sum(), (g*d).abs().sum()])
-    return torch.stack([torch.stack([o.double() for o in row]) for row in rows])
+    return torch.stack([torch.stack([o.to(loss.device, torch.float64) for o in row]) for row in rows])
 
 class LossChange(NamedTuple):
     "What a loss makes of the difference between predictions and a reference"
@@ -200,6 +200,7 @@ class _Far(NamedTuple):
     most:float=math.inf # What `value` could be; where it is small, so is all that follows from it
 
 def _far(learn, pred, reference):
+    "As a `_Far`; the loss is asked only where predictions differ by more than 1%"
     def measured(centered):
         sizes = _distances(_pairs(pred, reference), centered)
         return max((d/spread if spread else math.inf for d,spread in sizes if d), default=0.),sizes

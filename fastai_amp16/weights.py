@@ -10,7 +10,7 @@ from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from .nested import tensors
-from .private import marks,version
+from .private import version
 
 # %% ../nbs/07a_weights.ipynb #073797e1
 _sets_data = Tensor.data.__set__
@@ -52,7 +52,7 @@ class KeptWeights(TorchFunctionMode):
 def _norm(p):
     "The norm of a weight of an ordinary kind, else `None`"
     is_ordinary = type(p) is nn.Parameter and p.is_floating_point() and p.dtype.itemsize>1 and _storage(p) is not None
-    return marks([p])[1] if is_ordinary else None
+    return torch.linalg.vector_norm(p.detach()) if is_ordinary else None
 
 class FrozenWeights:
     "Frozen weights of a model, to which its forward pass may write"
@@ -73,5 +73,6 @@ class FrozenWeights:
         "Return a function that gives them the data that they have now"
         noted = [(p,p.data) for p in self.versions]
         def put_back():
-            for p,data in noted: p.data = data
+            for p,data in noted:
+                if _storage(p)!=_storage(data): p.data = data # `KeptWeights` copies nothing of a weight whose data are set
         return put_back
