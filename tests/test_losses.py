@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import DataLoader,DataLoaders,Learner,MSELossFlat,default_device,nn,set_seed
+from fastai_amp16.all import DynamicMixedPrecision
 from fastai_amp16.compare import loss_change
 from common import both,clean,fit
 
@@ -102,7 +103,7 @@ def test_signs_that_flip_near_the_targets_are_no_fault(loss_func, seed, to, dtyp
     s = (t*0.6).sin()+0.1*torch.randn(256, 20)
     learn = learner((torch.stack([s[:,:16],t[:,:16]/20], -1), s[:,16:]), Forecast(), loss_func)
     mp = fit(half(to)(learn), 6).mixed_precision
-    assert not mp.promoted and not mp.reports
+    assert isinstance(mp, DynamicMixedPrecision) and not mp.promoted and not mp.reports
 
 # %% levels
 def iou(a, b):
