@@ -6,7 +6,7 @@ import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import DataLoader,DataLoaders,Learner,MSELossFlat,default_device,nn,set_seed
 from fastai_amp16.all import DynamicMixedPrecision
-from fastai_amp16.compare import loss_change
+from fastai_amp16.compare import are_wrong,loss_change
 from common import both,clean,fit
 
 def learner(ts, model, loss_func, n_inp=1, bs=32, **kwargs):
@@ -183,12 +183,20 @@ def test_a_count_that_stops_goes_on():
     assert mp.promoted==['.'] and 'The change of `n`' in mp.reports[0].told and mp.reports[0].sentence.count('identified')==0
     assert fp32.model.n==322 and learn.model.n==322-9 and learn.model.n.dtype==torch.float32 # it stood from step 7 to 15
 
+class Count:
+    "Counts in `n`, which is put back for nobody"
+    def __init__(self, n): self.add = n.update
+    def __setitem__(self, k, v): self.add([k])
+    def __getitem__(self, k): return 0
+
 class Remembers(nn.Module):
-    "Writes to a weight of its own"
-    def __init__(self):
+    "Writes to a weight of its own; `n` counts its calls"
+    def __init__(self, n):
         super().__init__()
+        self.n = n
         self.a,self.b,self.mean = nn.Linear(8, 8),nn.Linear(8, 1),nn.Parameter(torch.zeros(8))
     def forward(self, x):
+        self.n['passes'] += 1
         h = self.a(x)
         self.mean.data.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
         return self.b(h-self.mean)
@@ -202,9 +210,9 @@ def test_with_everything_in_fp32_nothing_is_compared():
     def make():
         n.clear()
         x = torch.randn(256, 8)
-        return learner((x, x[:,:1]), Remembers(), loss)
+        return learner((x, x[:,:1]), Remembers(Count(n)), loss)
     fp32,learn = beside(make, lambda l: l.to_fp16_dynamic(keep_fp32=['.','a','b']), 3)
-    assert torch.equal(learn.model.mean, fp32.model.mean) and valid(learn)==valid(fp32) and n['calls']==3*7
+    assert torch.equal(learn.model.mean, fp32.model.mean) and valid(learn)==valid(fp32) and n==dict(calls=3*7, passes=3*7)
 
 def test_infinities_that_are_meant_cost_one_call():
     "Masked logits, in a validation; predictions after it cost none"
@@ -226,6 +234,14 @@ def test_infinities_that_are_meant_cost_one_call():
     assert len(calls)==4+1+4 and not learn.mixed_precision.reports
 
 # %% the measure
+def test_a_loss_that_is_off_is_wrong_where_no_sample_is():
+    "Each by 8% of what differs from sample to sample, in one direction; not if that is as often the other one"
+    torch.manual_seed(0)
+    y,sign = 1+0.9*torch.randn(64, 1),torch.ones(64, 1)
+    learn = SimpleNamespace(loss_func=lambda p, y: p.mean(), yb=(y,))
+    def wrong(sign): return are_wrong(learn, SimpleNamespace(pred=y+0.08*sign), SimpleNamespace(pred=y))
+    assert wrong(sign) and not wrong(torch.cat([sign[:32],-sign[32:]]))
+
 def test_what_a_loss_makes_of_a_difference():
     "Beside the same in float64; in chunks, it is the same"
     torch.manual_seed(0)
