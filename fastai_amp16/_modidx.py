@@ -177,6 +177,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastai_amp16.compare._pairs': ('compare.html#_pairs', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare._parts': ('compare.html#_parts', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare._random_states': ('compare.html#_random_states', 'fastai_amp16/compare.py'),
+                                      'fastai_amp16.compare._relative': ('compare.html#_relative', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare._squares': ('compare.html#_squares', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare.are_wrong': ('compare.html#are_wrong', 'fastai_amp16/compare.py'),
                                       'fastai_amp16.compare.bits_lost': ('compare.html#bits_lost', 'fastai_amp16/compare.py'),

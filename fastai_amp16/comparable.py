@@ -32,12 +32,13 @@ class _DrawsInFp32(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.overloadpacket not in _draws: return func(*args, **kwargs)
         dtype = kwargs.get('dtype') or getattr(args[0], 'dtype', None)
-        if dtype in half_types and 'dtype' in kwargs: kwargs = {**kwargs, 'dtype':torch.float32}
+        is_half = dtype in half_types
+        if is_half and 'dtype' in kwargs: kwargs = {**kwargs, 'dtype':torch.float32}
         res = func(*map(_as_drawn, args), **kwargs)
-        if func.overloadpacket in (_aten.rand,_aten.rand_like) and dtype in half_types:
+        if is_half and func.overloadpacket in (_aten.rand,_aten.rand_like):
             res.clamp_(max=1-torch.finfo(dtype).eps/2) # these are smaller than 1, also when rounded
         if func._schema.is_mutable: return args[0].copy_(res)
-        return cast_floats(res, dtype, (torch.float32,)) if dtype in half_types else res
+        return cast_floats(res, dtype, (torch.float32,)) if is_half else res
 
 # %% ../nbs/02b_comparable.ipynb #8fccb6f4
 def _attention_dropout(func, args, kwargs):

@@ -66,13 +66,16 @@ def _distances(pairs, centered=False):
     def exact(pair): return read([pair], _in_float64)[0]
     return [o if all(map(math.isfinite, o)) else exact(pair) for o,pair in zip(read(pairs, fast), pairs)]
 
+def _relative(sizes):
+    "The largest of the sizes of differences, relative to those of what they are compared with"
+    return max((d/spread if spread else math.inf for d,spread in sizes if d), default=0.)
+
 def deviation(
     pred, # Predictions: tensors, or containers of tensors
     reference # The predictions as they should be
 ) -> float: # 0 if both are the same, about 1 if they have nothing in common; infinite if all samples of the reference are the same
     "The distance between two predictions, relative to how the reference differs from sample to sample"
-    ds = _distances(_pairs(pred, reference), centered=True)
-    return max((d/spread if spread else math.inf for d,spread in ds if d), default=0.)
+    return _relative(_distances(_pairs(pred, reference), centered=True))
 
 # %% ../nbs/13_compare.ipynb #9250bbf6
 def bits_lost(
@@ -201,11 +204,10 @@ class _Far(NamedTuple):
 
 def _far(learn, pred, reference):
     "As a `_Far`; the loss is asked only where predictions differ by more than 1%"
-    def measured(centered):
-        sizes = _distances(_pairs(pred, reference), centered)
-        return max((d/spread if spread else math.inf for d,spread in sizes if d), default=0.),sizes
-    off,sizes = measured(centered=True)
-    if off>_matters and _are_alike(learn.yb): off,sizes = measured(centered=False) # what differs from sample to sample is noise
+    sizes = _distances(_pairs(pred, reference), centered=True)
+    if _relative(sizes)>_matters and _are_alike(learn.yb): # what differs from sample to sample is noise
+        sizes = _distances(_pairs(pred, reference))
+    off = _relative(sizes)
     change = loss_change(learn, pred, reference) if off>_matters else None # with almost nothing left to learn, rounding is much for a loss
     if change is None: return _Far(off)
     scale = max(change.loss, change.gradient*math.hypot(*(spread for _,spread in sizes)))
@@ -370,7 +372,7 @@ class Comparison:
         if all(runs) and (half or not any(draws)):
             def judge():
                 own = half or trials.left(res)
+                if not learn.training and _are_meant(own.pred, fp32.pred): batches.model_state.watches = False
                 return trials.differ(own, fp32) and (step.ranks.size>1 or trials.is_at_fault(own, fp32, plan))
             step.silent = bool(_if_memory_allows(judge))
-            if not learn.training and _are_meant(res, fp32.pred): batches.model_state.watches = False
         return res

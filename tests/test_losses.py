@@ -183,20 +183,14 @@ def test_a_count_that_stops_goes_on():
     assert mp.promoted==['.'] and 'The change of `n`' in mp.reports[0].told and mp.reports[0].sentence.count('identified')==0
     assert fp32.model.n==322 and learn.model.n==322-9 and learn.model.n.dtype==torch.float32 # it stood from step 7 to 15
 
-class Count:
-    "Counts in `n`, which is put back for nobody"
-    def __init__(self, n): self.add = n.update
-    def __setitem__(self, k, v): self.add([k])
-    def __getitem__(self, k): return 0
-
 class Remembers(nn.Module):
-    "Writes to a weight of its own; `n` counts its calls"
-    def __init__(self, n):
+    "Writes to a weight of its own; `called` is told of each call"
+    def __init__(self, called):
         super().__init__()
-        self.n = n
+        self.called = called
         self.a,self.b,self.mean = nn.Linear(8, 8),nn.Linear(8, 1),nn.Parameter(torch.zeros(8))
     def forward(self, x):
-        self.n['passes'] += 1
+        self.called()
         h = self.a(x)
         self.mean.data.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
         return self.b(h-self.mean)
@@ -210,7 +204,7 @@ def test_with_everything_in_fp32_nothing_is_compared():
     def make():
         n.clear()
         x = torch.randn(256, 8)
-        return learner((x, x[:,:1]), Remembers(Count(n)), loss)
+        return learner((x, x[:,:1]), Remembers(lambda: n.update(['passes'])), loss)
     fp32,learn = beside(make, lambda l: l.to_fp16_dynamic(keep_fp32=['.','a','b']), 3)
     assert torch.equal(learn.model.mean, fp32.model.mean) and valid(learn)==valid(fp32) and n==dict(calls=3*7, passes=3*7)
 
