@@ -62,12 +62,10 @@ class FrozenWeights:
         self.versions,self.steps = {p: version(p) for p in params},0
 
     def written(self) -> list: # Of parameters
-        """Find those that were written to, when a step begins: by versions, and in the third step by norms, which waits for a GPU once
-
-        A copy stays equal in the first step, before what it follows has moved, and notes for a single batch read no norm."""
+        "Find those that were written to, when a step begins: by versions, and after two steps by norms, which waits for a GPU once"
         self.steps += 1
-        if self.steps==2: self.norms = [*map(_norm, self.versions)]
-        if self.steps==3:
+        if self.steps==1: self.norms = [*map(_norm, self.versions)]
+        if self.steps==3: # a copy stays equal in the first step, before what it follows has moved
             self.versions.update({p: -1 for p,n in zip(self.versions, self.norms) if _norm(p)!=n})
         return [p for p,v in self.versions.items() if version(p)!=v]
 
