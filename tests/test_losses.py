@@ -105,6 +105,27 @@ def test_signs_that_flip_near_the_targets_are_no_fault(loss_func, seed, to, dtyp
     mp = fit(half(to)(learn), 6).mixed_precision
     assert isinstance(mp, DynamicMixedPrecision) and not mp.promoted and not mp.reports
 
+class Gated(nn.Module):
+    "Squeeze-and-excitation, whose gate hardly moves from 0.5 at first"
+    def __init__(self, n):
+        super().__init__()
+        self.gate = nn.Sequential(nn.Linear(n, n//4), nn.ReLU(), nn.Linear(n//4, n), nn.Sigmoid())
+        nn.init.zeros_(self.gate[0].bias)
+        nn.init.normal_(self.gate[2].weight, std=0.02)
+        nn.init.zeros_(self.gate[2].bias)
+    def forward(self, x): return x*self.gate(x)
+
+@both
+@pytest.mark.parametrize('seed', [1,5,7])
+def test_few_values_in_a_statistic_are_no_fault(seed, to, dtype):
+    "Batch norms over 8 values make much of rounding"
+    set_seed(seed, reproducible=True)
+    x,y = torch.randn(64, 8),torch.randn(64, 10)*0.5+torch.linspace(-1, 1, 10)
+    dls = DataLoaders(*(DataLoader([*zip(x, y)], bs=bs, shuffle=bs==8) for bs in (8,64)), device=default_device())
+    blocks = [o for n in [8,*[32]*8] for o in (nn.Linear(n, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), Gated(32))]
+    learn = Learner(dls, nn.Sequential(*blocks, nn.Linear(32, 10)), F.mse_loss, lr=1e-3)
+    assert not fit(half(to)(learn), 3).mixed_precision.reports
+
 # %% levels
 def iou(a, b):
     "Of boxes as left, top, right and bottom"
