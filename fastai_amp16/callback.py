@@ -302,8 +302,8 @@ class DynamicMixedPrecision(MixedPrecision):
                    can_rerun, # Can the batches of this step run again?
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
-        s,steps = self.scaler,self.log.steps
-        scales,norms = s.is_enabled(),[norm for *_,skipped,norm in steps[max(self.log.fit_start, len(steps)-32):] if not skipped]
+        s = self.scaler
+        scales,norms = s.is_enabled(),[o.grad_norm for o in self.log.last_fit[-32:] if not o.skipped]
         carried,self.carries = self.carries and self.training,self.carries and not self.training
         self.step = Step(Batches(self.learn, entry, *self.states, carried), self.ranks, scale=s.get_scale(), settled=s.settled,
                          floor=s.min_scale if can_rerun and scales and s.dynamic else None, static=scales and not s.dynamic,

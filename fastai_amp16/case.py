@@ -174,9 +174,9 @@ class Case:
         At this scale, the largest gradients of most modules' weights and outputs in half precision are still normal numbers, in at least
         one of the calls of a module."""
         if self.min_scale is None or not self.backward: return self.scale
-        def is_half(s): return s.key not in self.half.seen or self.half.seen[s.key].half # as far as is known
+        def is_half(s): return s.place not in self.half.seen or self.half.seen[s.place].half # as far as is known
         held = [s for f in self.fp32.frames if f.op is None and f.name!=loss_name for s in (*f.params,*f.outs) if s.grad and is_half(s)]
-        by_place = groupby(held, lambda s: (s.key[0],s.key[3]), lambda s: s.grad.top/self.scale)
+        by_place = groupby(held, lambda s: (s.place.call.name,s.place.where), lambda s: s.grad.top/self.scale)
         tops = sorted(top for tops in by_place.values() if (top:=max(tops))>0)
         least = 2.**math.ceil(math.log2(torch.finfo(self.dtype).tiny/tops[len(tops)//10])) if tops else 0. # nine of ten are normal
         return min(self.scale, max(self.min_scale, *self.ranks.gather(least)))

@@ -250,7 +250,7 @@ def wrong_first(
         d = _off(s)
         if d<=wrong: return False
         if amplified and (f.op in (None,*_many_steps) or f.name==loss_name or d==math.inf or not are_many(s)): return False
-        rounding = control.seen.get(s.key) if control else None
+        rounding = control.seen.get(s.place) if control else None
         if rounding and rounding.sample is not None and rounding.sample.shape!=s.sample.shape: return False # it changes how many there are
         return d>_farther*max([_off(rounding) if rounding else 0., *map(_off, f.ins)])
     return [('forward',f) for f in itertools.islice((f for f,where,s in run.events if where=='out' and is_wrong(f, s)), 1)]

@@ -35,9 +35,9 @@ def _table(case):
     bad = {f.name for f,where,s in half.events if where!='in' and s.is_bad()} if half else ()
     def entry(f, col, s, m):
         res = {'module':f.name, col:m.top/case.scale if 'grad' in col else m.top}
-        limit = case.dtype if is_half.get(s.key, False) or f.name not in in_fp32 and col!='weight_grad' else torch.float32
+        limit = case.dtype if is_half.get(s.place, False) or f.name not in in_fp32 and col!='weight_grad' else torch.float32
         if m.top>0: res['bits'] = math.log2(torch.finfo(limit).max/m.top)
-        if col=='output' and half and (h := half.seen.get(s.key)): res['lost'] = bits_lost(h.sample, s.sample, case.dtype)
+        if col=='output' and half and (h := half.seen.get(s.place)): res['lost'] = bits_lost(h.sample, s.sample, case.dtype)
         if col=='gradient': res.update(some=m.some, flushed=m.flushed, subnormal=m.subnormal)
         return res
     frames = [f for f in fp32.frames if f.name in modules and has_code(modules[f.name])] # without the loss function and plain containers
@@ -179,7 +179,8 @@ def _said(case, phase, frame, half):
     kind,top = case.kind,torch.finfo(case.dtype).max
     what = (f'`{frame.op}` in ' if frame.op else '')+_where(case, frame.name)
     def top_of(way, what='value'):
-        return max((m.top for k,s in case.fp32.seen.items() if k[:4]==(*frame.call,way) and (m:=getattr(s, what))), default=math.nan)
+        seen = [getattr(s, what) for o,s in case.fp32.seen.items() if (o.call,o.where)==(frame.call,way)]
+        return max((m.top for m in seen if m), default=math.nan)
     if phase=='backward':
         scale,low = half.scale,'not even ' if half.scale<case.scale or case.min_scale is not None and half.scale<=case.lowest else ''
         for whose,way in (('','out'),('the weights of ','param')):

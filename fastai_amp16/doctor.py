@@ -130,7 +130,7 @@ def _large_constants(e):
         if n.op in moves or not e.is_half(n): continue
         raises,attends = e.raises(n),'attention' in n.op
         if n.op in casts: large = [n.top] if n.ins and not n.ins[0].source.frame else [] # of a mask that was made before
-        else: large = n.nums+[s.value[1] for i,s in zip(n.ins, n.frame.ins) if s.value and (attends or not i.source.frame and i.shape==())]
+        else: large = n.nums+[s.value.top for i,s in zip(n.ins, n.frame.ins) if s.value and (attends or not i.source.frame and i.shape==())]
         large = [c for c in large if e.max<abs(c)<(math.inf if raises else largest)]
         if not large or not (raises or attends or e.overflows(n)): continue
         masks = (c := min(large))<0 or attends or n.op in {*casts,'masked_fill','where'}
@@ -289,9 +289,9 @@ def _headroom(e):
         m = e.modules.get(f.name) # what only moves may be a part of what nobody has written to yet
         if m is None or f.op in moves or f.name in named or (f.op is None and [*m.children()]) or m in e.plan.in_fp32: continue
         for s in (*f.ins,*f.outs):
-            half = e.half.seen.get(s.key)
+            half = e.half.seen.get(s.place)
             if not s.value or not half or not half.half: continue
-            top = s.value[1] if half.is_bad() else half.value[1]
+            top = s.value.top if half.is_bad() else half.value.top
             if top!=e.max and top<largest: tops[f.name] = max(tops[f.name], top) # `torch.finfo(x.dtype).min` is meant
     tops = {n: t for n,t in sorted(tops.items(), key=lambda o: -o[1]) if t>e.max/2}
     if tops:

@@ -18,6 +18,7 @@ from .private import ThreadState,base_of
 from .entry import Entry
 from .snapshot import unchanged
 from .ranks import Ranks
+from .record import Place
 from .rerun import not_faults
 from .report import PrecisionReport
 from .compare import deviation,wrong_first
@@ -86,7 +87,7 @@ class _Node:
     @property
     def users(self): return [u for o in self.outs for u in (o.users if o.op in casts+moves else [o])]
     @property
-    def top(self): return max((s.value[1] for s in self.frame.outs if s.value), default=0.) if self.frame else 0.
+    def top(self): return max((s.value.top for s in self.frame.outs if s.value), default=0.) if self.frame else 0.
     def through(self, ops):
         "The source, looking past `ops` on a single tensor"
         n = self.source
@@ -139,7 +140,7 @@ class _Exam:
         self.nodes.append(_Node(outs[0].shape if outs else torch.Size(), frame, ins, (*args,*kwargs.values()), least))
         self.known.update((id(t), (ref(t),self.nodes[-1])) for t in outs)
     def ops(self, *names): return [n for n in self.nodes if n.op in names]
-    def seen(self, n): return self.half.seen.get((*n.frame.call,'out',0)) if self.half and n.frame else None
+    def seen(self, n): return self.half.seen.get(Place(n.frame.call, 'out', 0)) if self.half and n.frame else None
     def is_half(self, *nodes):
         "Does one of them compute in half precision? If the run stopped before, would its module?"
         return any(s.half if (s:=self.seen(n)) else self.modules.get(n.module) not in {None,*self.plan.in_fp32} for n in nodes if n.frame)
@@ -149,7 +150,7 @@ class _Exam:
         seen = [s for n in nodes if n.frame for s in (*n.frame.ins,*n.frame.outs)]
         # a loss scale that can move goes down, as far as to 1 without harm
         scale = self.case.scale/min(self.case.scale, 1.) if self.case.min_scale is not None else 1.
-        tops = [most, *(s.value[1] for s in seen if s.value), *(s.grad[1]/scale for s in seen if s.grad)]
+        tops = [most, *(s.value.top for s in seen if s.value), *(s.grad.top/scale for s in seen if s.grad)]
         top,least = max(t for t in tops if t<largest),float(least)
         return min(math.log2(self.max/top) if top>0 else math.inf, math.log2(least/self.smallest) if least>0 else -math.inf)
     def is_near(self, *nodes, **kwargs):
@@ -162,7 +163,7 @@ class _Exam:
     def overflows(self, n):
         "Does only half precision make numbers in the result of `n` infinite?"
         if not self.seen(n): return self.max<n.top<largest
-        def more(at, ss): return any(o.is_bad() for i,_ in enumerate(ss) if (o:=self.half.seen.get((*n.frame.call,at,i))))
+        def more(at, ss): return any(o.is_bad() for i,_ in enumerate(ss) if (o:=self.half.seen.get(Place(n.frame.call, at, i))))
         return more('out', n.frame.outs) and not more('in', n.frame.ins)
     def coarse(self):
         "A warning of the first operation whose results are farther off than rounding explains, though predictions are right"
@@ -214,7 +215,7 @@ def _refuse_amid(learn):
     mp,why = running(learn),"where no backward pass is due, such as in `before_batch` or `after_batch`"
     step = mp and mp.step
     if mp is None: why = "after `to_fp16_dynamic()`, or outside the fit"
-    elif ranks.ddp.static_graph and len(mp.log.steps)==mp.log.fit_start: why = "after the first step, since static_graph=True"
+    elif ranks.ddp.static_graph and not mp.log.last_fit: why = "after the first step, since static_graph=True"
     elif not learn.training or not step or step.done or step.backward_at==step.batches.entry.passes: return
     raise RuntimeError(f"In a fit with several processes, ask for a report {why}.")
 

@@ -123,7 +123,7 @@ def case_of(
     "A `Case` of the batches of the current step"
     s = mp.scaler
     lowest,start = (s.min_scale,s.start) if s.is_enabled() and s.dynamic else (None,None)
-    lrs = [lr for _,_,_,lr,_,_,skipped,_ in mp.log.steps[mp.log.fit_start:] if not skipped]
+    lrs = [s.lr for s in mp.log.last_fit if not s.skipped]
     return Case(mp.step, mp.keeps(mp.learn.model), mp.dtype, s.get_scale(), lowest, start, mp.training, mp.step.silent, last(lrs), tell)
 
 def heal(

@@ -83,7 +83,7 @@ def _rows(mp):
     since = {o: f'step {log.kept_since[o]}' if o in log.kept_since else 'a checkpoint' for o in mp.promoted}
     kept = ['norms', *(f'`{o}` from the start' for o in given), *(f'{in_words([o])} since {when}' for o,when in since.items())]
     return {'precision': mp.amp_mode.value, 'loss scale': f'{mp.scaler.get_scale():g}' if mp.scaler.is_enabled() else 'none',
-            'steps': len(log.steps), 'batches that ran again': sum(reruns>0 for *_,reruns,_,_ in log.steps),
+            'steps': len(log.steps), 'batches that ran again': sum(s.reruns>0 for s in log.steps),
             'skipped steps': log.n_skipped, 'in fp32': ', '.join(kept),
             'last fit': mp.stopped or ('not over yet' if mp.learn and mp.learn._fitting else log.ending)}
 

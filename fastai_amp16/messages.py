@@ -121,7 +121,7 @@ def failed_diagnosis(
 def _why_stopped(mp, n):
     "Say at which step a fit ends early, and why"
     learn,step,kind = mp.learn,mp.step,mp.amp_mode.value
-    done,batch,batches = len(mp.log.steps)-mp.log.fit_start,learn.epoch*learn.n_iter+learn.iter+1,learn.n_epoch*learn.n_iter
+    done,batch,batches = len(mp.log.last_fit),learn.epoch*learn.n_iter+learn.iter+1,learn.n_epoch*learn.n_iter
     at = f"step {done} of {batches}" if done==batch else f"step {done} (batch {batch} of {batches})"
     last = f"last {n} batches" if n>1 else "last batch"
     if step.failed: why = f"the {last} overflowed in {kind}, and the diagnosis failed."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['norm_types', 'convs', 'no_half_masters', 'register_norm', 'half_forward', 'is_norm', 'as_list', 'class_named',
-           'find_modules', 'names_of', 'own_forward', 'put_stand_in', 'remove_stand_ins', 'unwrapped', 'unwrap',
+           'find_modules', 'names_of', 'Role', 'own_forward', 'put_stand_in', 'remove_stand_ins', 'unwrapped', 'unwrap',
            'is_half', 'PrecisionPlan']
 
 # %% ../nbs/03_precision.ipynb #ebfd676d
@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from inspect import getattr_static
 from types import MethodType,SimpleNamespace
+from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -112,6 +113,13 @@ def names_of(
     return list(dict.fromkeys(n for o in as_list(keep_fp32) for n in ([o] if isinstance(o, str) else find_modules(model, o))))
 
 # %% ../nbs/03_precision.ipynb #dc738f49
+class Role(NamedTuple):
+    "How to run a module"
+    run:Callable # A function that runs the module's `forward`
+    options:dict # Its keyword arguments
+
+def _role(run, **options): return Role(run, options)
+
 _no_casts = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _torchs_norms = tuple(t for t in norm_types if t is not _RegisteredNorm)
 
@@ -120,7 +128,7 @@ def _reads_half(m, device_type):
     if device_type!='cuda' or not type(m).__module__.startswith('torch.nn.') or own_forward(m) is not None: return False
     return isinstance(m, _no_casts) or isinstance(m, nn.LayerNorm) and m.weight is None
 
-def _in_fp32(f, m, args, kwargs, dev, as_given, own_code, reads_half):
+def _in_fp32(f, m, args, kwargs, dev, as_given=False, own_code=False, reads_half=False):
     "Run `f(m, *args, **kwargs)` in fp32 if autocast is on for device type `dev`; return the dtype of the input if `as_given`"
     if not torch.is_autocast_enabled(dev): return f(m, *args, **kwargs)
     arg,*_ = *args,*kwargs.values(),None
@@ -135,10 +143,10 @@ def _in_fp32(f, m, args, kwargs, dev, as_given, own_code, reads_half):
         finally: torch.set_autocast_enabled(dev, True)
     return cast_floats(res, given, (torch.float32,)) if as_given and given in half_types else res
 
-def _in_true_fp32(f, m, args, kwargs, dev, own_code):
+def _in_true_fp32(f, m, args, kwargs, dev, own_code=False):
     "As `_in_fp32`, for what has to have the digits of fp32, which TF32 has not"
     does_nothing = torch.compiler.is_compiling() or not torch.is_autocast_enabled(dev)
-    with nullcontext() if does_nothing else true_fp32(): return _in_fp32(f, m, args, kwargs, dev, False, own_code, False)
+    with nullcontext() if does_nothing else true_fp32(): return _in_fp32(f, m, args, kwargs, dev, own_code=own_code)
 
 def _as_it_is(f, m, args, kwargs, dev, dtype, is_whole):
     "Run a module of a half-precision part without autocast, as in fp32; where autocast is off outside the whole part, return fp32"
@@ -193,18 +201,18 @@ def _unbound(m, attr):
 def put_stand_in(
     m:nn.Module, # Any module
     owner, # Has `inside`, `call` and `model`, as `Entry` does: is a pass under way, what begins one, and `None` once it needs no stand-ins
-    role:tuple=None, # A function from `PrecisionPlan.roles` with its last arguments
+    role:Role=None, # From `PrecisionPlan.roles`
     attr:str='forward' # The method to stand in for
 ):
     "Run `attr` of `m` by its role from now on, in a forward pass that begins here if none is under way"
-    f,is_compiling,(how,*consts) = _unbound(m, attr),torch.compiler.is_compiling,role or (None,)
-    def run(m, args, kwargs): return f(m, *args, **kwargs) if how is None else how(f, m, args, kwargs, *consts)
+    f,is_compiling,(how,options) = _unbound(m, attr),torch.compiler.is_compiling,role or (None,None)
+    def run(m, args, kwargs): return f(m, *args, **kwargs) if how is None else how(f, m, args, kwargs, **options)
     # to `torch.compile`, methods of a module with the same code and constants are the same, and other objects never are: so
     # the stand-in of another plan, in the next fit, say, does not make it compile anew
     @functools.wraps(f, updated=())
     def forward(self, *args, **kwargs):
         if not (is_compiling() or owner.inside): return owner.call(run, self, args, kwargs)
-        return f(self, *args, **kwargs) if how is None else how(f, self, args, kwargs, *consts)
+        return f(self, *args, **kwargs) if how is None else how(f, self, args, kwargs, **options)
     forward.stands_in,forward.before,forward.owner = m,vars(m).get(attr),owner
     vars(m)[attr] = MethodType(forward, m)
     vars(m).setdefault('__reduce_ex__', functools.partial(_as_outside, m))
@@ -305,24 +313,29 @@ class PrecisionPlan:
         self.in_bf16 = [*recurrent.values()] if how==torch.bfloat16 else []
 
     def _assign(self):
-        "The roles of modules: a function that runs `forward`, with its last arguments; modules without a role are left to autocast"
+        "The `Role` of each module; those without one are left to autocast"
         def dtype(m): return getattr(next(m.parameters(recurse=False), None), 'dtype', None) # torch's layers take no other
         dev,parts = self.device_type,{} # what is in half precision by itself
         for m in self.model.modules():
-            if m not in parts and is_half(m): parts.update((c, (_as_it_is, dev, dtype(c), c is m)) for c in m.modules())
+            if m in parts or not is_half(m): continue
+            for c in m.modules(): parts[c] = _role(_as_it_is, dev=dev, dtype=dtype(c), is_whole=c is m)
         kept = {c for m in self.kept.values() for c in m.modules() if c not in parts}
         norms = [m for m in self.model.modules() if is_norm(m) and m not in kept and m not in parts]
         self.in_fp32 = kept.union(*(m.modules() for m in norms))
         own = [m for m in self.own_code.values() if m not in self.in_fp32 and m not in parts]
         again = [c for m in own for c in m.modules() if c not in self.in_fp32 and c not in own]
-        self.roles = {**{m: (_in_fp32, dev, False, False, False) for m in self.in_fp32},
-                      **{m: (_in_true_fp32, dev, False) for m in kept},
-                      **{m: (_in_fp32, dev, isinstance(m, _torchs_norms), False, _reads_half(m, dev)) for m in norms},
-                      **{m: (_in_true_fp32, dev, True) for m in own},
-                      **{m: (_in_half, dev, self.dtype) for m in again},
-                      **{m: (_recurrent_in_bf16, dev) for m in self.in_bf16 if m not in self.in_fp32}, **parts}
-        for m in norms: # these compute the same without a role; autocast has a rule for layer norms, and `SyncBatchNorm` many operations
-            if _reads_half(m, dev) and not isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm)): del self.roles[m]
+        self.roles = dict.fromkeys(self.in_fp32, _role(_in_fp32, dev=dev))
+        self.roles.update(dict.fromkeys(kept, _role(_in_true_fp32, dev=dev)))
+        for m in norms:
+            reads_half = _reads_half(m, dev)
+            # these compute the same without a role; autocast has a rule for layer norms, and `SyncBatchNorm` many operations
+            if reads_half and not isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm)): del self.roles[m]
+            else: self.roles[m] = _role(_in_fp32, dev=dev, as_given=isinstance(m, _torchs_norms), reads_half=reads_half)
+        self.roles.update(dict.fromkeys(own, _role(_in_true_fp32, dev=dev, own_code=True)))
+        self.roles.update(dict.fromkeys(again, _role(_in_half, dev=dev, dtype=self.dtype)))
+        for m in self.in_bf16:
+            if m not in self.in_fp32: self.roles[m] = _role(_recurrent_in_bf16, dev=dev)
+        self.roles.update(parts)
         self.in_half = [m for m in self.model.modules() if not (m in self.in_fp32 or m in own or m in parts)] # by autocast
 
     @contextmanager

@@ -114,14 +114,15 @@ class DynamicScaler(GradScaler):
         new_scale:float|torch.Tensor|None=None, # Set the scale to this, within the bounds
         found_inf:bool|None=None # Did the gradients overflow? `None` uses what `step` or `unscale_` found, and waits for the device
     ):
-        "End a step: choose the scale of the next one. Raises `RuntimeError` if there was no step and you pass neither argument"
+        "End a step: choose the scale of the next one. Raises `RuntimeError` if no gradients were checked and you pass neither argument"
         if not self._enabled: return
         if new_scale is None:
             if found_inf is None:
-                if not self._per_optimizer_states:
+                found = [t for s in self._per_optimizer_states.values() for t in s['found_inf_per_device'].values()]
+                if not found:
                     raise RuntimeError("DynamicScaler.update() does not know whether gradients overflowed: call step() or unscale_() on an "
-                                       "optimizer first, or pass found_inf.")
-                found_inf = any(t.item() for s in self._per_optimizer_states.values() for t in s['found_inf_per_device'].values())
+                                       "optimizer with gradients first, or pass found_inf.")
+                found_inf = any(t.item() for t in found)
             new_scale = self._next_scale(found_inf)
         self._set_scale(float(new_scale))
         self._per_optimizer_states.clear()

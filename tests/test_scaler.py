@@ -236,6 +236,14 @@ def test_static_and_disabled_take_no_scale_over(halvings):
 def test_update_before_anything():
     with pytest.raises(RuntimeError, match='step()'): DynamicScaler('cpu').update()
 
+def test_update_after_a_step_without_gradients():
+    "A fused optimizer takes such a step, where another one is refused; PyTorch's scaler refuses the update as well"
+    for scaler,error in ((GradScaler('cpu'),AssertionError), (DynamicScaler('cpu'),RuntimeError)):
+        p = torch.nn.Parameter(torch.ones(2))
+        scaler.scale(p.detach().sum())
+        scaler.step(torch.optim.AdamW([p], fused=True))
+        with pytest.raises(error): scaler.update()
+
 bad = dict(init_scale=[0, -1., math.inf, math.nan, 'big', 2.**30, 2.**-30], min_scale=[0, -1, 2.**-130], max_scale=[0],
            growth_factor=[1, math.inf], backoff_factor=[1, 0, -1], growth_interval=[0, 2.5], hysteresis=[0, None])
 
