@@ -7,7 +7,7 @@ with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,nn,set_seed
     from fastai_amp16.all import AdamW16
-    from fastai_amp16.precision import PrecisionPlan
+    from fastai_amp16.precision.plan import PrecisionPlan
 import hostile
 from machine import machine
 from memory import peak

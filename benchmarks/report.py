@@ -188,8 +188,8 @@ The last two count only steps that are taken. All numbers are means over the tra
 {scale_policy.table(res)}
 
 `to_fp16_dynamic` lets the scale grow sooner than PyTorch does: this regains bits, at the cost of a few reruns. [The scaler's
-page](../nbs/00_scaler.ipynb) explains the default. A scaler that grows only if the last gradients leave room would save some reruns, but it
-would have to measure the largest gradient in every step."""
+page](../nbs/train/00_scaler.ipynb) explains the default. A scaler that grows only if the last gradients leave room would save some
+reruns, but it would have to measure the largest gradient in every step."""
 
 # %% speed
 def _met(rows, key, goal):

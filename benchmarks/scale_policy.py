@@ -9,8 +9,8 @@ with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     from fastai.basics import Callback
     from fastai_amp16.all import DynamicScaler
-    from fastai_amp16.precision import convs
-    from fastai_amp16.step import Next,Outcome,Step,what_next
+    from fastai_amp16.precision.plan import convs
+    from fastai_amp16.train.step import Next,Outcome,Step,what_next
     from machine import machine
 
 here = Path(__file__).parent

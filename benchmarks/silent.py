@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     from fastai.basics import Callback,default_device,nn
     import fastai_amp16.all # noqa: F401 (it adds methods to `Learner`)
-    from fastai_amp16.precision import PrecisionPlan,is_norm
+    from fastai_amp16.precision.plan import PrecisionPlan,is_norm
 from fastais import fastais
 from hostile import classes,curve,learner,r2
 from machine import machine

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     from fastai.losses import CrossEntropyLossFlat,MSELossFlat
     from fastai.tabular.model import TabularModel
     from fastai_amp16.all import AdamW16,GradientNormClip
-    from fastai_amp16.precision import is_norm
+    from fastai_amp16.precision.plan import is_norm
 from fastais import fused_adamw
 from machine import machine
 from timing import Batches,by_fastai,by_hand,interleaved,quartiles,ratio

@@ -1,11 +1,11 @@
 "Everything public: `from fastai_amp16.all import *`, after fastai's own star import"
-from .scaler import DynamicScaler
-from .precision import PrecisionPlan,half_forward,register_norm
-from .optimizer import AdamW16,Adam16,RAdam16,Lamb16,QHAdam16,Larc16,RMSProp16,ranger16,FusedAdam
-from .clip import GradientNormClip
-from .report import PrecisionReport
-from .history import GradNorm,LossScale,SkippedSteps
-from .messages import PrecisionWarning
+from .train.scaler import DynamicScaler
+from .precision.plan import PrecisionPlan,half_forward,register_norm
+from .optim.optimizer import AdamW16,Adam16,RAdam16,Lamb16,QHAdam16,Larc16,RMSProp16,ranger16,FusedAdam
+from .optim.clip import GradientNormClip
+from .diagnosis.report import PrecisionReport
+from .train.history import GradNorm,LossScale,SkippedSteps
+from .diagnosis.messages import PrecisionWarning
 from .callback import DynamicMixedPrecision
 from . import learner # noqa: F401 (`Learner.to_fp16_dynamic` and others)
 from .exam import Finding

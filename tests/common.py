@@ -2,7 +2,7 @@
 import math,warnings
 import pytest,torch
 from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,nn,set_seed
-from fastai_amp16.optimizer import AdamW16
+from fastai_amp16.optim.optimizer import AdamW16
 from conftest import asked
 
 both = pytest.mark.parametrize('to,dtype', [('to_fp16_dynamic',torch.float16), ('to_bf16_dynamic',torch.bfloat16)], ids=['fp16','bf16'])
@@ -16,7 +16,7 @@ def not_as_cuda(names, without, reason):
 
 def compare_nothing(monkeypatch):
     "No batch is compared with fp32"
-    monkeypatch.setattr('fastai_amp16.compare.Comparison.make', lambda self, step, plan, call, aside: call())
+    monkeypatch.setattr('fastai_amp16.diagnosis.compare.Comparison.make', lambda self, step, plan, call, aside: call())
 
 def mlp(bn=True): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16) if bn else nn.Identity(), nn.ReLU(), nn.Linear(16,1))
 

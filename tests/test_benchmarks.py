@@ -54,7 +54,7 @@ def test_accumulation(tmp_path, capsys):
     assert '| 8 | 72 |' in (out:=capsys.readouterr().out) and 'runs again' in out
 
 def test_beyond_the_bound_a_step_is_skipped(monkeypatch):
-    monkeypatch.setattr('fastai_amp16.rerun._most_bytes', 2*4*(3*8*8*4+8)) # of two batches
+    monkeypatch.setattr('fastai_amp16.train.rerun._most_bytes', 2*4*(3*8*8*4+8)) # of two batches
     for n,taken in ((3,1),(4,0)):
         res = accumulation.train(n, 4, 8, True)
         assert res['taken']==taken and bool(res['kept'])==bool(taken)

@@ -273,11 +273,11 @@ def test_autocast_is_that_of_the_models_device():
 
 def test_emulated_bf16(monkeypatch):
     "The hardware is made up, the decision is not"
-    from fastai_amp16.messages import emulates_bf16
+    from fastai_amp16.diagnosis.messages import emulates_bf16
     for capability,emulated in (((7,0),True), ((7,5),True), ((8,0),False), ((9,0),False)):
         monkeypatch.setattr('torch.cuda.get_device_capability', lambda d=None, c=capability: c)
         assert emulates_bf16(torch.device('cuda'))==emulated and not emulates_bf16(torch.device('cpu'))
-    monkeypatch.setattr('fastai_amp16.messages.emulates_bf16', lambda d: True)
+    monkeypatch.setattr('fastai_amp16.diagnosis.messages.emulates_bf16', lambda d: True)
     monkeypatch.setattr('torch.cuda.get_device_name', lambda d=None: 'Tesla T4')
     with pytest.warns(UserWarning, match='Tesla T4 .*only emulates'): fit(learner().to_bf16_dynamic(), 1)
     with warnings.catch_warnings():

@@ -7,11 +7,11 @@ import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import default_device,nn
 from fastai.text.models.awdlstm import WeightDropout
-from fastai_amp16.comparable import comparable,true_fp32
-from fastai_amp16.compare import deviation
-from fastai_amp16.precision import half_forward
-from fastai_amp16.private import knows_bf16
-from fastai_amp16.recurrent import _without_warning as without_warning
+from fastai_amp16.precision.comparable import comparable,true_fp32
+from fastai_amp16.diagnosis.compare import deviation
+from fastai_amp16.precision.plan import half_forward
+from fastai_amp16.util.torch_private import knows_bf16
+from fastai_amp16.precision.recurrent import _without_warning as without_warning
 from torch.nn.utils.rnn import PackedSequence,pack_sequence
 from torch.utils.checkpoint import checkpoint
 from common import Do,both,clean,fit,times_and_back
@@ -211,10 +211,10 @@ def test_a_recurrent_layer_in_code_that_is_kept_in_fp32_computes_in_bf16():
 @pytest.mark.parametrize('capability,version,dtype', [((7,5),91900,None), ((8,0),91002,torch.float32), ((9,0),91900,torch.bfloat16)])
 def test_recurrent_layers_on_gpus(capability, version, dtype, monkeypatch):
     "A GPU without bf16 leaves them to autocast; cuDNN has to know bf16, else they compute in fp32; in fp16 autocast is right"
-    from fastai_amp16.recurrent import recurrent_dtype
+    from fastai_amp16.precision.recurrent import recurrent_dtype
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: version)
-    monkeypatch.setattr('fastai_amp16.recurrent.torch.__version__', torch.torch_version.TorchVersion('2.11.0'))
+    monkeypatch.setattr('fastai_amp16.precision.recurrent.torch.__version__', torch.torch_version.TorchVersion('2.11.0'))
     cuda = torch.device('cuda')
     assert recurrent_dtype(cuda, torch.bfloat16)==dtype and recurrent_dtype(cuda, torch.float16) is None
 

@@ -10,9 +10,9 @@ from fastai.callback.all import MixedPrecision
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from fastai_amp16 import ranks as ranks_module
+from fastai_amp16.train import ranks as ranks_module
 from fastai_amp16.all import AdamW16,FusedAdam,GradientNormClip,half_forward
-from fastai_amp16.recurrent import emulates_bf16,recurrent_dtype
+from fastai_amp16.precision.recurrent import emulates_bf16,recurrent_dtype
 from fastai_amp16.demo import digits_dls,small_cnn
 import gpu,hostile
 from common import Do,Poison,Raise,between,clean,equal,fit,learner,mlp,mse,times_and_back,weights

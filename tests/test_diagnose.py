@@ -3,17 +3,17 @@ import math,pickle,re
 import pytest,torch
 from fastai.basics import nn,partial,set_seed
 from torch.utils.checkpoint import checkpoint
-from fastai_amp16.case import Case
-from fastai_amp16.compare import deviation
-from fastai_amp16.diagnose import diagnose
-from fastai_amp16.healing import Verdict,_merged,after,diagnose_step
-from fastai_amp16.entry import Entry
-from fastai_amp16.precision import PrecisionPlan
-from fastai_amp16.remedy import heal
-from fastai_amp16.report import PrecisionReport
-from fastai_amp16.rerun import Batches,Left
-from fastai_amp16.step import Next,Step
-from fastai_amp16.snapshot import LearnerState,ModelState
+from fastai_amp16.diagnosis.case import Case
+from fastai_amp16.diagnosis.compare import deviation
+from fastai_amp16.diagnosis.diagnose import diagnose
+from fastai_amp16.diagnosis.healing import Verdict,_merged,after,diagnose_step
+from fastai_amp16.precision.entry import Entry
+from fastai_amp16.precision.plan import PrecisionPlan
+from fastai_amp16.diagnosis.remedy import heal
+from fastai_amp16.diagnosis.report import PrecisionReport
+from fastai_amp16.train.rerun import Batches,Left
+from fastai_amp16.train.step import Next,Step
+from fastai_amp16.train.snapshot import LearnerState,ModelState
 from common import Called,Do,between,equal,learner,masked_fill,mlp,mse,small_root,state,times_and_back
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')

@@ -13,7 +13,7 @@ from fastai.basics import SGD,Callback,DataLoader,DataLoaders,nn
 from fastai.callback.all import GradientAccumulation,GradientClip,SaveModelCallback,TerminateOnNaNCallback
 from fastai_amp16.all import GradientNormClip
 from fastai_amp16.learner import looking
-from fastai_amp16.ranks import NeedsOthers
+from fastai_amp16.train.ranks import NeedsOthers
 from common import *
 from processes import Processes,timeout
 
@@ -487,7 +487,7 @@ def test_each_rank_has_a_fault_of_its_own(ranks): ranks(_two_faults)
 
 def _same_runs(rank):
     "What one rank keeps in fp32 in a run of a diagnosis, the other keeps as well, at the same scale"
-    from fastai_amp16.case import Case
+    from fastai_amp16.diagnosis.case import Case
     theirs,runs = Case.run,[]
     def run(self, promoted=(), scale=None, **kwargs):
         runs.append((list(promoted), scale))
@@ -501,7 +501,7 @@ def test_all_ranks_make_the_same_runs(ranks): ranks(_same_runs)
 
 def _diagnosis_fails(rank):
     "A diagnosis that fails on one rank fails on all, and waits for nobody"
-    from fastai_amp16 import diagnose
+    from fastai_amp16.diagnosis import diagnose
     def broken(*args): raise IndexError('tuple index out of range')
     before = diagnose._table
     if rank: diagnose._table = broken

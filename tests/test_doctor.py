@@ -18,7 +18,7 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock,ResNet
 from torchvision.models.convnext import CNBlockConfig,ConvNeXt
 import fastai_amp16.exam as exam
-import fastai_amp16.optimizer as optimizers
+import fastai_amp16.optim.optimizer as optimizers
 from fastai_amp16.all import AdamW16,Checkup,Finding,register_norm,swap_module
 from fastai_amp16.doctor import _device,_examine
 from fastai_amp16.exam import Device

@@ -10,9 +10,9 @@ from torch.optim.swa_utils import AveragedModel,get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.all import AdamW16,GradientNormClip,half_forward,register_norm
-from fastai_amp16.entry import Entry,outside
-from fastai_amp16.precision import PrecisionPlan
-from fastai_amp16.private import autocast_nesting
+from fastai_amp16.precision.entry import Entry,outside
+from fastai_amp16.precision.plan import PrecisionPlan
+from fastai_amp16.util.torch_private import autocast_nesting
 from common import clean,dropout,equal,fit,learner,masters,mse,state,weights
 from overflows import World
 

@@ -2,7 +2,7 @@
 import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import Adam,DataLoaders,Learner,Recorder,Tensor,nn
-from fastai_amp16 import ranks as ranks_module
+from fastai_amp16.train import ranks as ranks_module
 from fastai_amp16.all import AdamW16,FusedAdam,GradientNormClip,half_forward
 from cuda_dispatch import Kernels,contenders,fake_cuda,models,not_here,tensors
 

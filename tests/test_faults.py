@@ -8,8 +8,8 @@ from fastai.basics import (Callback,CancelBackwardException,CancelBatchException
 from fastai.callback.all import GradientAccumulation,TerminateOnNaNCallback
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.all import FusedAdam,PrecisionWarning,half_forward
-from fastai_amp16.messages import written_gradients
-from fastai_amp16.precision import own_forward
+from fastai_amp16.diagnosis.messages import written_gradients
+from fastai_amp16.precision.plan import own_forward
 from common import *
 
 # --- interrupts

@@ -3,7 +3,7 @@ import math
 import pytest,torch
 from fastai.basics import Optimizer,nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from fastai_amp16.grads import grad_params,grad_values,read_all,scale_grads
+from fastai_amp16.train.grads import grad_params,grad_values,read_all,scale_grads
 
 def params(*dtypes):
     ps = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]

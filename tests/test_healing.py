@@ -6,7 +6,7 @@ from fastai.basics import Callback,DataLoader,DataLoaders,Learner,nn,partial,set
 from fastai.callback.training import GradientAccumulation
 from fastai.layers import SigmoidRange
 from torch.utils.checkpoint import checkpoint
-from fastai_amp16 import diagnose
+from fastai_amp16.diagnosis import diagnose
 from fastai_amp16.all import AdamW16
 from fastai_amp16.exam import training_case
 import hostile

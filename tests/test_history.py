@@ -3,7 +3,7 @@ import math,warnings
 import matplotlib.pyplot as plt
 import pytest
 from fastai_amp16.all import GradNorm,GradientNormClip,LossScale,SkippedSteps
-from fastai_amp16.history import History,fp32_first,plot_history
+from fastai_amp16.train.history import History,fp32_first,plot_history
 from common import Poison,fit,learner
 
 def test_steps_are_counted():

@@ -115,5 +115,6 @@ def test_the_measures():
     assert {k: v for k,v in measure([Module('a', src)]).items() if k.startswith('nodes')}=={
         'nodes':11, 'nodes in a line':11/4, 'nodes in a function':7}
     assert measure([Module('a', src)])['`and` and `or` in 100 lines']==25 and not measure([Module('b.a', src)])['modules beside folders']
-    made = {o.name: o for o in (Module('util.a', 'from ..train.b import x'), Module('train.b', 'from .c import x'), Module('train.c', 'from . import b'))}
+    sources = {'util.a':'from ..train.b import x', 'train.b':'from .c import x', 'train.c':'from . import b'}
+    made = {name: Module(name, src) for name,src in sources.items()}
     assert circles(made)==['train.b','train.c'] and upwards(made)==['util.a imports train.b']

@@ -10,14 +10,14 @@ from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device
 from fastai.callback.mixup import MixUp
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import LMDataLoader,LMTensorText
-import fastai_amp16.case,fastai_amp16.diagnose,fastai_amp16.learner,fastai_amp16.rerun,fastai_amp16.snapshot
+import fastai_amp16.diagnosis.case,fastai_amp16.diagnosis.diagnose,fastai_amp16.learner,fastai_amp16.train.rerun,fastai_amp16.train.snapshot
 from fastai.callback.tracker import SaveModelCallback
 from fastai_amp16.all import AdamW16,PrecisionReport,PrecisionWarning
-from fastai_amp16.diagnose import diagnose
-from fastai_amp16.remedy import heal
+from fastai_amp16.diagnosis.diagnose import diagnose
+from fastai_amp16.diagnosis.remedy import heal
 from fastai_amp16.exam import training_case
 from fastai_amp16.learner import looking
-from fastai_amp16.snapshot import unchanged
+from fastai_amp16.train.snapshot import unchanged
 import hostile
 from common import Do,Poison,between,clean,equal,fit,learner,mse,process_wide,state,times_and_back,weights
 
@@ -116,7 +116,7 @@ def test_after_a_ctrl_c_at_any_line_the_next_fit_is_an_ordinary_fit():
     "And a report can be asked for again; a trace function raises where lines begin"
     learn,b = with_gradients()
     learn.model.sn,learn.model.rnn = nn.Linear(16,16),Both() # fewer lines
-    ours = {m.__file__ for m in (fastai_amp16.learner,fastai_amp16.rerun,fastai_amp16.snapshot,fastai_amp16.case)}
+    ours = {m.__file__ for m in (fastai_amp16.learner,fastai_amp16.train.rerun,fastai_amp16.train.snapshot,fastai_amp16.diagnosis.case)}
     n = 0
     def run(k):
         "Interrupted at the `k`-th line of ours; returns the number of lines"

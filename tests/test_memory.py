@@ -3,8 +3,8 @@ import pytest,torch
 from fastai.basics import (Callback,CancelFitException,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,SGD,default_device,nn,
                            partial,set_seed)
 import fastai_amp16.all # noqa: F401
-from fastai_amp16 import record
-from fastai_amp16.compare import deviation,loss_change
+from fastai_amp16.diagnosis import record
+from fastai_amp16.diagnosis.compare import deviation,loss_change
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -78,7 +78,7 @@ def test_a_comparison_takes_memory_for_one_more_set_of_predictions(f, drop, to, 
     def noted(*args, of=loss_change):
         compared.append(res := of(*args))
         return res
-    monkeypatch.setattr('fastai_amp16.compare.loss_change', noted)
+    monkeypatch.setattr('fastai_amp16.diagnosis.compare.loss_change', noted)
     with_it = peak(f, learner(model, to, cbs=cbs))
     assert len(compared)==1 and 0<compared[0].slope<0.1
     compare_nothing(monkeypatch)
@@ -120,7 +120,7 @@ def test_wherever_memory_is_too_small(where, to, dtype, monkeypatch, recwarn):
     for compares in False,True:
         with monkeypatch.context() as m:
             if not compares: compare_nothing(m)
-            m.setattr(f'fastai_amp16.compare.{where}', too_small)
+            m.setattr(f'fastai_amp16.diagnosis.compare.{where}', too_small)
             learn = learner(level, to)
             fit(learn, 1)
             validation(learn)

@@ -8,7 +8,7 @@ import pytest,torch
 from torch import nn
 from fastai.torch_core import TensorImage
 from fastcore.foundation import L
-from fastai_amp16.nested import cast_floats,replace,tensors
+from fastai_amp16.util.nested import cast_floats,replace,tensors
 
 class Out(OrderedDict): pass
 Pair = namedtuple('Pair', 'a b')

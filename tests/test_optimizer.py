@@ -3,7 +3,7 @@ import pickle
 from copy import deepcopy
 import pytest,torch
 from fastai.basics import Adam,DataLoader,DataLoaders,Lamb,Larc,Learner,QHAdam,RAdam,default_device,nn,partial,ranger,set_seed
-from fastai_amp16.optimizer import Adam16,AdamW16,FusedAdam,Lamb16,Larc16,QHAdam16,RAdam16,RMSProp16,ranger16
+from fastai_amp16.optim.optimizer import Adam16,AdamW16,FusedAdam,Lamb16,Larc16,QHAdam16,RAdam16,RMSProp16,ranger16
 
 def params(seed=0, dtype=torch.float32):
     torch.manual_seed(seed)

@@ -9,8 +9,8 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from fastai_amp16.grads import read_all
-from fastai_amp16.ranks import NeedsOthers,RankFailed,Ranks
+from fastai_amp16.train.grads import read_all
+from fastai_amp16.train.ranks import NeedsOthers,RankFailed,Ranks
 from processes import Processes
 
 pytestmark = pytest.mark.cpu_only('processes over gloo')

@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest,torch
-from fastai_amp16.report import PrecisionReport,as_html,listed
+from fastai_amp16.diagnosis.report import PrecisionReport,as_html,listed
 
 pytestmark = pytest.mark.filterwarnings('error') # pandas announces what it will change
 
@@ -351,7 +351,7 @@ def test_listed(os, n, want): assert listed(os, n)==want
 def test_listed_names_five(): assert listed(range(7))=='0, 1, 2, 3, 4 and 2 more'
 
 def test_reports_are_shown_one_below_the_other():
-    from fastai_amp16.report import Reports
+    from fastai_amp16.diagnosis.report import Reports
     a,b = PrecisionReport('healthy', 'First'),PrecisionReport('data', 'Second')
     both = Reports([a, b])
     assert repr(both)==f'{a}\n\n{b}' and both._repr_html_()==a._repr_html_()+b._repr_html_() and repr(Reports())

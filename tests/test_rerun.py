@@ -4,7 +4,7 @@ from collections import deque
 import pytest,torch
 from fastai.basics import Callback,Learner,nn,partial,set_seed
 from fastai.callback.all import GradientAccumulation,MixUp
-from fastai_amp16 import rerun
+from fastai_amp16.train import rerun
 from fastai_amp16.all import AdamW16,GradientNormClip
 from common import Poison,equal,fit,learner,mlp,mse,state,weights
 from overflows import *

@@ -4,7 +4,7 @@ from collections import OrderedDict,namedtuple
 import pytest,torch
 from hypothesis import given,settings,strategies as st
 from torch.amp import GradScaler
-from fastai_amp16.scaler import DynamicScaler
+from fastai_amp16.train.scaler import DynamicScaler
 
 powers = st.integers(-14, 24).map(lambda n: 2.**n)
 overflows = st.lists(st.tuples(st.booleans(), st.integers(1,25)), max_size=15).map(lambda runs: [o for o,n in runs for _ in range(n)])

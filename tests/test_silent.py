@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,Datasets,L,Learner,OptimWrapper,default_device,nn,noop,partial,
                            set_seed)
 from fastai_amp16.all import AdamW16
-from fastai_amp16.comparable import true_fp32
-from fastai_amp16.compare import deviation,rounded as rounded_layers,wrong_first
+from fastai_amp16.precision.comparable import true_fp32
+from fastai_amp16.diagnosis.compare import deviation,rounded as rounded_layers,wrong_first
 from fastai_amp16.exam import training_case
-from fastai_amp16.precision import PrecisionPlan
+from fastai_amp16.precision.plan import PrecisionPlan
 from torch.nn.utils import get_total_norm
 from common import Do,both,clean,fit
 from overflows import Outlier

@@ -8,7 +8,7 @@ from fastai.basics import Callback,L,Learner,nn
 from fastai.callback.training import GradientAccumulation
 from torch.autograd.profiler import profile
 import fastai_amp16.learner # noqa: F401 (it gives `Learner` its methods)
-from fastai_amp16.snapshot import LearnerState,ModelState,random_states
+from fastai_amp16.train.snapshot import LearnerState,ModelState,random_states
 from common import Detour,Poison,equal,fit,learner,mlp,mse,plain_mlp,state
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')

@@ -2,7 +2,7 @@
 import math
 import pytest
 from hypothesis import given,strategies as st
-from fastai_amp16.step import Next,Outcome,Step,next_scale,what_next
+from fastai_amp16.train.step import Next,Outcome,Step,next_scale,what_next
 
 def after(record, outcome):
     "What comes after an attempt with this `outcome`"

@@ -9,22 +9,24 @@ from readme import blocks,code,directives,root
 from signatures import signature
 
 lib,nbs = 'fastai_amp16',root/'nbs'
-library,tutorials = sorted(nbs.glob('[0-9]*.ipynb')),sorted((nbs/'tutorials').glob('*.ipynb'))
+folders = 'util','precision','train','optim','diagnosis','.' # of modules, as they import each other
+library = [o for f in folders for o in sorted((nbs/f).glob('[0-9]*.ipynb'))]
+tutorials = sorted((nbs/'tutorials').glob('*.ipynb'))
 guides = sorted(nbs.glob('[!0-9]*.ipynb'), key=lambda o: (o.stem=='architecture', o.stem))
 guides.remove(nbs/'index.ipynb')
 guides.remove(reference := nbs/'reference.ipynb')
-scripts = [*sorted((root/lib).glob('[!_]*.py')), *sorted((root/'benchmarks').glob('*.py')), *sorted((root/'examples').glob('*.py'))]
+scripts = [*sorted((root/lib).rglob('[!_]*.py')), *sorted((root/'benchmarks').glob('*.py')), *sorted((root/'examples').glob('*.py'))]
 
-def _stem(nb): return re.sub(r'^\d+[a-z]?_', '', nb.stem)
+def _stem(nb): return re.sub(r'^\d+_', '', nb.stem)
+def _inside_nbs(nb): return nb.parent.relative_to(nbs)/_stem(nb)
 pages = {
     nbs/'index.ipynb': 'index.md',
-    **{o: f'{_stem(o)}.md' for o in [reference, *library, *guides]},
-    **{o: f'tutorials/{_stem(o)}.md' for o in tutorials},
-    **{o: f'source/{o.parent.name}/{o.stem}.md' for o in scripts},
+    **{o: str(_inside_nbs(o).with_suffix('.md')) for o in [reference, *library, *guides, *tutorials]},
+    **{o: f"source/{o.relative_to(root).with_suffix('.md')}" for o in scripts},
     **{root/o: o for o in ('CHANGELOG.md','CONTRIBUTING.md')},
     root/'benchmarks'/'README.md': 'benchmarks.md'}
 
-def _module(nb): return importlib.import_module(f'{lib}.{_stem(nb)}') if nb in library else None
+def _module(nb): return importlib.import_module('.'.join([lib, *_inside_nbs(nb).parts])) if nb in library else None
 
 # %% what is in a module
 def names(text, module):
@@ -56,7 +58,8 @@ def exported(cell, module):
     found,path = names(text, module),Path(module.__file__)
     yield from (signature(*o, known) for o in found.items())
     line = next(i for i,o in enumerate(path.read_text().splitlines()) if o.endswith(f'#{cell.id}'))+2
-    link = f'[{lib}/{path.name}, line {line}](../{lib}/{path.name}#__codelineno-0-{line})'
+    name,up = module.__name__.replace('.', '/'),'../'*module.__name__.count('.')
+    link = f'[{name}.py, line {line}]({up}{name}.py#__codelineno-0-{line})'
     yield folded('Source' if found else f'Internal: {_inside(text)}', f'```python\n{text}\n```\n\n{link}')
 
 # %% pages
@@ -80,8 +83,9 @@ def render(nb, site):
 
 def _with_module(opening, module):
     "The opening of a page, with where its code is after title and subtitle"
-    name,(head,sub,*rest) = module.__name__.split('.')[-1],opening.split('\n\n')
-    return '\n\n'.join([head, sub, f'*Module* <code>{lib}.{name}</code> · [source](source/{lib}/{name}.md)', *rest])
+    name,(head,sub,*rest) = module.__name__,opening.split('\n\n')
+    source = '../'*(name.count('.')-1)+f"source/{name.replace('.', '/')}.md"
+    return '\n\n'.join([head, sub, f'*Module* <code>{name}</code> · [source]({source})', *rest])
 
 def colored(html):
     "A table of pandas without its own looks, which the site has as well; with the colors that code has given it"
@@ -127,7 +131,7 @@ def _know(nb):
 def title(nb): return re.search(r'^# (.*)', read_nb(nb).cells[0].source)[1]
 
 imports = [o for o in ast.parse((root/lib/'all.py').read_text()).body if isinstance(o, ast.ImportFrom)]
-for_all = {n for o in imports for n in ([o.module] if o.module else [a.name for a in o.names])}
+for_all = {n for o in imports for n in ([o.module.split('.')[-1]] if o.module else [a.name for a in o.names])}
 def is_for_all(nb):
     "Does `import *` give something of a library notebook?"
     return _stem(nb) in for_all
@@ -135,11 +139,12 @@ def is_for_all(nb):
 def _nav():
     "What stands in the menu"
     def named(nbs): return [{title(o): pages[o]} for o in nbs]
-    def sources(folder): return [{o.name: pages[o]} for o in scripts if o.parent.name==folder]
-    order = 'learner callback messages doctor exam report history clip optimizer precision scaler'.split() # as you need them
+    def sources(folder): return [{str(o.relative_to(root/folder)): pages[o]} for o in scripts if root/folder in o.parents]
+    def of_folder(f): return [o for o in library if o.parent==nbs/f and o not in called]
+    order = 'learner callback messages doctor exam report history clip optimizer plan scaler'.split() # as you need them
     called = sorted(filter(is_for_all, library), key=lambda o: order.index(_stem(o)))
-    others = [o for o in library if o not in called]
-    parts = [{'All calls': pages[reference]}, {'For training': named(called)}, {'For those who read the code': named(others)}]
+    others = [{f: named(of_folder(f))} for f in folders[:-1] if of_folder(f)]+named(of_folder('.'))
+    parts = [{'All calls': pages[reference]}, {'For training': named(called)}, {'For those who read the code': others}]
     return [{'Overview': 'index.md'}, {'Tutorials': named(tutorials)}, {'Library': parts}, *named(guides), {'Benchmarks': 'benchmarks.md'},
             {'Source': [{o: sources(o)} for o in (lib,'benchmarks','examples')]},
             {'Changelog': 'CHANGELOG.md'}, {'Contributing': 'CONTRIBUTING.md'}]
@@ -163,7 +168,7 @@ def described(text):
 def of_source(path):
     "What a Python file is: its docstring, or the subtitle of the notebook that it is made from"
     doc = ast.get_docstring(ast.parse(path.read_text()))
-    nb = next((o for o in library if _stem(o)==path.stem and path.parent.name==lib), None)
+    nb = next((o for o in library if _stem(o)==path.stem and root/lib in path.parents), None)
     return (doc or (described(read_nb(nb).cells[0].source) if nb else f'The code of {path.name}')).split('\n\n')[0]
 
 def weight(path):
