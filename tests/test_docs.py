@@ -1,5 +1,5 @@
 "README, site and notebooks show what the code does, and nothing of the machine they were made on"
-import importlib,inspect,json,math,re,symtable
+import inspect,json,math,re,symtable
 from dataclasses import is_dataclass
 from functools import partial
 from html import escape
@@ -14,7 +14,7 @@ import docs,gpu,readme,report,signatures,survival
 
 root = Path(__file__).parent.parent
 nbs = sorted((root/'nbs').rglob('*.ipynb'))
-modules = [importlib.import_module(f'fastai_amp16.{fn.stem.split("_", 1)[1]}') for fn in docs.library]
+modules = [*map(docs._module, docs.library)]
 
 def test_readme_is_the_index():
     text,pictures = readme.make()
