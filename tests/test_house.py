@@ -17,7 +17,7 @@ limits = { # the most that is allowed: today, which falls as the package shrinks
     'lines over 100 columns, in percent': (17.5, 7.0),
     'lines over 120 columns': (494, 0),
     'lines of a module': (410, 400),
-    'modules beside folders': (30, 9)}
+    'modules beside folders': (9, 9)}
 
 folders = 'util','precision','train','optim','diagnosis','' # each imports only from those before it, and from itself
 defines = ast.FunctionDef,ast.AsyncFunctionDef
