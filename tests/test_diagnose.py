@@ -6,6 +6,7 @@ from torch.utils.checkpoint import checkpoint
 from fastai_amp16.diagnosis.case import Case
 from fastai_amp16.diagnosis.compare import deviation
 from fastai_amp16.diagnosis.diagnose import diagnose
+from fastai_amp16.diagnosis.record import sampled
 from fastai_amp16.diagnosis.healing import Verdict,_merged,after,diagnose_step
 from fastai_amp16.precision.entry import Entry
 from fastai_amp16.precision.plan import PrecisionPlan
@@ -627,3 +628,10 @@ def test_a_look_keeps_what_a_step_keeps():
         return sum(n)
     c.fp32 = c.run_fp32()
     assert kept(lambda: c.run(reference=c.fp32))==kept(c.run)>0
+
+@pytest.mark.parametrize('size', [4,8,16])
+def test_a_sample_is_of_many_pixels(size):
+    "What only one pixel shows is in it, and that of another pixel, too"
+    x = torch.arange(size*size).view(size, size).expand(2, 64, size, size).float()
+    (seen,),*_ = sampled([('x', x)]).values()
+    assert len(seen[0].unique())>min(size*size, 64)*0.8

@@ -99,7 +99,8 @@ def _sample(t):
     if not _is_plain(t): return
     with no_torch_function(), torch.no_grad():
         rows = t.detach()[:_rows].flatten(1) if t.dim()>1 else t.detach().reshape(-1, 1)[:_rows*_per_row]
-        return rows[:,::max(1, rows.shape[1]//_per_row)].clone()
+        step = rows.shape[1]//_per_row | 1 # odd, so that it does not always meet the same pixel of a picture
+        return rows[:,::step].clone()
 
 def sampled(
     carried:list # Pairs of a name and a tensor, from `ModelState.carried`
