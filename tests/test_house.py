@@ -4,6 +4,7 @@ from functools import cached_property
 from pathlib import Path
 import pytest
 from nbdev.config import get_config
+from docs import folders # each imports only from those before it, and from itself; the last one holds the others
 
 root = Path(__file__).parent.parent
 cfg = get_config(root)
@@ -19,7 +20,6 @@ limits = { # the most that is allowed: today, which falls as the package shrinks
     'lines of a module': (410, 400),
     'modules beside folders': (9, 9)}
 
-folders = 'util','precision','train','optim','diagnosis','' # each imports only from those before it, and from itself
 defines = ast.FunctionDef,ast.AsyncFunctionDef
 holds_docstring = (ast.Module,ast.ClassDef,*defines)
 
@@ -29,12 +29,13 @@ def docstring(node):
     is_string = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
     return first if is_string else None
 
+def docstrings(tree): return [o for o in map(docstring, ast.walk(tree)) if o]
+
 def nodes(tree):
     "How many nodes its syntax has without docstrings and imports: folding two lines into one changes nothing"
     left_out = ast.expr_context,ast.Import,ast.ImportFrom,ast.alias
     def is_counted(o): return not isinstance(o, left_out)
-    docstrings = [o for o in map(docstring, ast.walk(tree)) if o]
-    return sum(map(is_counted, ast.walk(tree)))-2*len(docstrings) # a statement and its constant
+    return sum(map(is_counted, ast.walk(tree)))-2*len(docstrings(tree)) # a statement and its constant
 
 class Module:
     "A module of the package"
@@ -46,14 +47,13 @@ class Module:
     @property
     def code(self):
         "Lines that are not blank, comments or docstrings"
-        docstrings = [o for o in map(docstring, ast.walk(self.tree)) if o]
-        left_out = {i for o in docstrings for i in range(o.lineno, o.end_lineno+1)}
+        left_out = {i for o in docstrings(self.tree) for i in range(o.lineno, o.end_lineno+1)}
         def is_code(line): return line.strip() and not line.strip().startswith('#')
         return [line for i,line in enumerate(self.lines, 1) if i not in left_out and is_code(line)]
     @property
     def functions(self): return {o.name: nodes(o) for o in ast.walk(self.tree) if isinstance(o, defines)}
     @property
-    def folder(self): return self.name.rpartition('.')[0].split('.')[0]
+    def folder(self): return self.name.split('.')[0] if '.' in self.name else folders[-1]
     def imports(self, names):
         "Which of the modules `names` it imports as it is imported itself"
         for o in self.tree.body:
@@ -63,6 +63,7 @@ class Module:
             for name in ('.'.join(base), *('.'.join([*base, a.name]) for a in o.names)):
                 if name in names and name!=self.name: yield name
 
+@pytest.fixture(scope='module')
 def package():
     "All modules of the package by name, without `_modidx` and `__init__`, which hold no code"
     found = {'.'.join(fn.relative_to(lib).with_suffix('').parts): fn for fn in sorted(lib.rglob('*.py')) if not fn.name.startswith('_')}
@@ -82,7 +83,7 @@ def measure(modules):
         'lines over 100 columns, in percent': share(longer(100)),
         'lines over 120 columns': sum(len(line)>120 for m in modules for line in m.lines),
         'lines of a module': max(len(m.lines) for m in modules),
-        'modules beside folders': sum(not m.folder for m in modules)}
+        'modules beside folders': sum(m.folder==folders[-1] for m in modules)}
 
 def reached(name, arrows, seen=()):
     "The modules that importing `name` imports"
@@ -101,14 +102,16 @@ def upwards(modules):
     place = {n: folders.index(m.folder) for n,m in modules.items()}
     return [f'{n} imports {o}' for n,m in modules.items() for o in m.imports(modules) if place[o]>place[n]]
 
+@pytest.fixture(scope='module')
+def measured(package): return measure(package.values())
+
 @pytest.mark.parametrize('what', limits)
-def test_the_package_is_small_and_plain(what): assert measure(package().values())[what]<=limits[what][0]
+def test_the_package_is_small_and_plain(measured, what): assert measured[what]<=limits[what][0]
 
-def test_no_circle_of_imports():
-    modules = package()
-    assert sum(len([*m.imports(modules)]) for m in modules.values())>50 and not circles(modules)
+def test_no_circle_of_imports(package):
+    assert sum(len([*m.imports(package)]) for m in package.values())>50 and not circles(package)
 
-def test_a_folder_imports_from_those_before_it(): assert not upwards(package())
+def test_a_folder_imports_from_those_before_it(package): assert not upwards(package)
 
 def test_the_measures():
     src = '"A docstring"\nimport os\nx = 1 # one\n\ndef f():\n    """Two\n    lines"""\n    return x and os\n'
