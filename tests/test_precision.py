@@ -540,6 +540,7 @@ def test_lazy_modules():
 
 @pytest.mark.parametrize('backend', ['eager','aot_eager'])
 def test_compiled(backend): # `fullgraph` raises where the graph breaks
+    torch._dynamo.reset() # and where other tests have compiled the same code too often
     def net(): return nn.Sequential(nn.Linear(8,8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8,4))
     ref = run(net, vec, half_forward, torch.float16)
     same(ref, run(lambda: torch.compile(net(), backend=backend, fullgraph=True), vec, half_forward, torch.float16))
