@@ -190,18 +190,21 @@ def _rank(report, name):
 
 @patch
 def _rows(self:PrecisionReport):
-    "The rows and columns to show, whether the first row is that of the producer, and how many rows are left out"
-    columns = ['module', 'type', *_columns[self.verdict].split()]
-    table = self.table.reset_index(drop=True).reindex(columns=columns)
-    ranks = np.array([_rank(self, o) for o in table.module])
+    "The rows and columns to show, and which of the rows is the producer's"
+    table = self.table.reset_index(drop=True).reindex(columns=['module', 'type', *_columns[self.verdict].split()])
+    ranks = [_rank(self, o) for o in table.module]
     df = table.iloc[np.argsort(ranks, kind='stable')[:_most_rows]]
+    is_producer = df.module==self.producer
     df = df.assign(module=df.module.replace('', '(the model)'))
     if 'nonfinite' in df: df['nonfinite'] = df.nonfinite.map({True: 'not finite'})
     kind = str(self.dtype).removeprefix('torch.')
-    shown = [c for c in df if _is_worth_showing(df[c], kind)]
-    return df[shown],0 in ranks,len(table)-len(df)
+    return df[[c for c in df if _is_worth_showing(df[c], kind)]],is_producer
 
-def _left_out(more): return f"… and {more} more module{'s' if more>1 else ''}, in `.table`"
+@patch
+def _left_out(self:PrecisionReport):
+    "How many rows are not shown, as a list of one line or none"
+    n = len(self.table)-_most_rows
+    return [f"… and {n} more module{'s' if n>1 else ''}, in `.table`"] if n>0 else []
 
 # %% ../../nbs/diagnosis/02_report.ipynb #e846e4b2
 @patch
@@ -212,15 +215,12 @@ def _words(self:PrecisionReport):
 
 @patch
 def __repr__(self:PrecisionReport):
-    df,is_marked,more = self._rows()
-    res = self._words()
+    res,(df,is_producer) = self._words(),self._rows()
     if len(df):
         df = df.set_index('module').rename_axis(index=None, columns='module') # pandas aligns an index to the left
-        head,*lines = df.to_string(formatters=_formats, na_rep='').splitlines()
-        marks = ['> ' if is_marked else '  ', *['  ']*len(lines)]
-        res += ['', f'  {head}', *(mark+line for mark,line in zip(marks, lines))]
-    if more: res.append(f'  {_left_out(more)}')
-    return '\n'.join(o.rstrip() for o in res)
+        lines = df.to_string(formatters=_formats, na_rep='').splitlines()
+        res += ['', *(('> ' if o else '  ')+line.rstrip() for o,line in zip([False,*is_producer], lines))]
+    return '\n'.join(res+[f'  {o}' for o in self._left_out()])
 
 # %% ../../nbs/diagnosis/02_report.ipynb #e50553d7
 def styler(
@@ -236,19 +236,16 @@ _highlight = {'background-color': 'rgba(218,54,51,.22)', 'font-weight': 'bold'}
 
 def _paragraph(text):
     "A line of `_words` as HTML; what stands before a colon is bold"
-    return '<p>'+re.sub(r'^([\w ]+):', r'<b>\1</b>:', as_html(text))+'</p>'
+    return '<p>'+re.sub(r'^([\w, ]+):', r'<b>\1</b>:', as_html(text))+'</p>'
 
 @patch
 def _repr_html_(self:PrecisionReport):
-    df,is_marked,more = self._rows()
-    res = list(map(_paragraph, self._words()))
+    (df,is_producer),table = self._rows(),''
     if len(df):
-        style,producer = styler(df, str(self)),df.index[:is_marked]
-        style.set_properties(pd.IndexSlice[producer, :], **_highlight)
-        style.format('▶ {}', pd.IndexSlice[producer, 'module'], escape='html')
-        res.append(style.to_html())
-    if more: res.append(_paragraph(_left_out(more)))
-    return ''.join(res)
+        row = pd.IndexSlice[is_producer, :]
+        style = styler(df, str(self)).set_properties(row, **_highlight)
+        table = style.format('▶ {}', pd.IndexSlice[is_producer, 'module'], escape='html').to_html()
+    return ''.join([*map(_paragraph, self._words()), table, *map(_paragraph, self._left_out())])
 
 class Reports(list):
     "Reports in their order: HTML in a notebook, text in a terminal"
