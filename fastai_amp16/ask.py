@@ -30,7 +30,7 @@ def _wait_until(learn, mp, ddp):
     if not has_run_backward: return "where no backward pass is due, such as in `before_batch` or `after_batch`"
 
 def _refuse_amid(learn):
-    "Raise `RuntimeError` where `DistributedDataParallel` may wait for a backward pass, and would take another one for that"
+    "Raise `RuntimeError` where `DistributedDataParallel` may wait for a backward pass, and would take ours for it"
     ranks = Ranks(learn.model)
     if ranks.size==1: return
     when = _wait_until(learn, running(learn), ranks.ddp)
@@ -91,7 +91,8 @@ def _on(model, device):
 @contextmanager
 def _alone(learn):
     "A context in which a `DynamicMixedPrecision` is the only callback for mixed precision, at the start of a step"
-    mode = getattr(vars(learn).get('mixed_precision'), 'amp_mode', None) # of fastai's mixed precision, or of another library's
+    others = vars(learn).get('mixed_precision') # perhaps fastai's, or another library's
+    mode = getattr(others, 'amp_mode', None)
     is_bf16 = mode in ('bf16',AMPMode.BF16)
     mp = running(learn) or DynamicMixedPrecision('bf16' if is_bf16 else 'fp16')
     learn.remove_cbs(mixed_precisions(learn)).add_cb(mp)
@@ -102,7 +103,7 @@ def _alone(learn):
 @contextmanager
 def training_case(
     learn:Learner, # In a fit or not
-    b:tuple=None # A batch from the data loaders; by default the current one in a fit, else the first of the training set
+    b:tuple=None # A batch of the data loaders; by default the current one in a fit, else the first of the training set
 ): # A `Case`
     "A training batch to examine; after this context everything is as before"
     PrecisionPlan(learn.model) # raises if it cannot train
@@ -128,12 +129,13 @@ def training_case(
 # %% ../nbs/02_ask.ipynb #04307450
 @patch
 def diagnose_fp16(self:Learner,
-    b:tuple=None # A batch from the data loaders; by default the current one in a fit, else the first of the training set
+    b:tuple=None # A batch of the data loaders; by default the current one in a fit, else the first of the training set
 ) -> PrecisionReport: # A table in a notebook; text by `str`, a DataFrame in `.table`, a picture by `.plot()`
-    """Run one training batch in fp32 and in half precision, and report how much room each module has left; changes nothing
+    """Run one training batch in fp32 and in half precision, and report how much room each module has left
 
-    In a fit with several processes, all of them must call it, and each gets the report on its own batch. Raises what the batch raises in
-    fp32, `ValueError` for a model without parameters or with half-precision ones, and `RuntimeError` with several processes between a
-    forward pass and its backward pass."""
-    if looking(self): return PrecisionReport('healthy', "Nothing was measured, since this batch runs for another report.")
+    Changes nothing. In a fit with several processes, all of them must call it, and each gets the report on its own
+    batch. Raises what the batch raises in fp32, `ValueError` for a model without parameters or with half-precision ones, and
+    `RuntimeError` with several processes between a forward pass and its backward pass."""
+    nothing = "Nothing was measured, since this batch runs for another report."
+    if looking(self): return PrecisionReport('healthy', nothing)
     with training_case(self, b) as case: return diagnose(case, all_buffers=True)

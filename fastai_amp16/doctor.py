@@ -8,6 +8,7 @@ __all__ = ['Finding', 'Checkup', 'swap_module', 'Device']
 # %% ../nbs/03_doctor.ipynb #d7fa36b5
 from dataclasses import dataclass,field
 from html import escape
+from typing import NamedTuple
 from fastai.basics import *
 from fastai.callback.channelslast import ChannelsLast
 from .util.nested import half_types
@@ -29,12 +30,14 @@ def fp16_doctor(self:Learner,
     return Checkup() if looking(self) else _examine(self, b) # a callback may ask within a batch
 
 # %% ../nbs/03_doctor.ipynb #086315b4
-_severities = dict(error='broken in half precision', warning='may fail or be wrong', speed='slower than necessary', info='good to know')
+_severities = dict( # the worst first
+    error='broken in half precision', warning='may fail or be wrong',
+    speed='slower than necessary', info='good to know')
 
 @dataclass
 class Finding:
     "A hazard: how bad it is, where, what, and what to do"
-    severity:str # 'error': broken in half precision; 'warning': may fail or be wrong; 'speed': slower than necessary; 'info': good to know
+    severity:str # 'error': broken in half precision; 'warning': may fail; 'speed': too slow; 'info': good to know
     module:str # Dotted name of the module whose code is concerned; '' is the model itself, `None` no module
     fact:str # What the doctor found, in a sentence
     remedy:str # Code to run, or how to change the model's code
@@ -42,7 +45,7 @@ class Finding:
 
     @property
     def where(self) -> str:
-        "Name of the module, and how many more have the same finding; `(the model)` for the model itself, empty for no module"
+        "Name of the module, and how many more there are; `(the model)` for the model itself, empty for no module"
         if self.module is None: return ''
         more = f' and {len(self.others)} more' if self.others else ''
         return (self.module or '(the model)')+more
@@ -65,7 +68,8 @@ class Checkup(list):
         def several(word, n): return f"{n} {word}{'s' if n>1 else ''}"
         kinds = Counter(o.severity for o in self)
         def counted(kind, n): return f'{n} {kind}' if kind in ('speed','info') else several(kind, n)
-        return several('finding', len(self))+': '+', '.join(f'{counted(k, n)} ({_severities[k]})' for k,n in kinds.items())+'.'
+        words = ', '.join(f'{counted(k, n)} ({_severities[k]})' for k,n in kinds.items())
+        return f"{several('finding', len(self))}: {words}."
 
     def __str__(self):
         res = [self.sentence]
@@ -93,18 +97,21 @@ def _refuse_swap(model, old, new):
     if not isinstance(old, type):
         name = old if isinstance(old, str) else type(old).__name__
         cls = class_named(name, model)
-        raise TypeError(f"swap_module takes the class of the modules to replace{f', {cls}' if cls else ''}, and got {old!r}.")
+        such_as = f', {cls}' if cls else ''
+        raise TypeError(f"swap_module takes the class of the modules to replace{such_as}, and got {old!r}.")
     if isinstance(new, nn.Module) or not callable(new):
-        raise TypeError(f"swap_module takes a class, or a function that makes the new module from the old one, and got {new!r}.")
+        takes = "a class, or a function that makes the new module from the old one"
+        raise TypeError(f"swap_module takes {takes}, and got {new!r}.")
     kind = type(model).__name__
     if isinstance(model, old):
-        raise ValueError(f"The model itself is a {kind}, which cannot be replaced in place: make the new module and use that one.")
+        use = "make the new module and use that one"
+        raise ValueError(f"The model itself is a {kind}, which cannot be replaced in place: {use}.")
     types = sorted({type(m).__name__ for m in model.modules()})
     if not any(isinstance(m, old) for m in model.modules()):
         raise ValueError(f"There is no {old.__name__} in this {kind}; it has {listed(types, 12)}.")
 
 def _outermost(model, old):
-    "The named modules of class `old`, without those inside of one, or of an `nn.MultiheadAttention`, which are never called"
+    "The named modules of class `old`; those inside of one, or of an `nn.MultiheadAttention`, are never called"
     inside = ()
     for name,m in [*model.named_modules(remove_duplicate=False)]:
         if name.startswith(inside): continue
@@ -122,17 +129,17 @@ def swap_module(
 ) -> nn.Module: # `model`
     """Replace all modules of class `old` in `model`; names, training mode and device stay
 
-    A module that is used in several places is replaced by a single new one. The parts of an `nn.MultiheadAttention` stay, as they are never
-    called. An optimizer that exists already does not know new parameters. Raises `ValueError` if there is no such module, or if it is the
-    model itself."""
+    A module that is used in several places is replaced by a single new one. The parts of an `nn.MultiheadAttention`
+    stay, as they are never called. An optimizer that exists already does not know new parameters. Raises `ValueError` if
+    there is no such module, or if it is the model itself."""
     _refuse_swap(model, old, new)
     swapped = {}
     for name,m in _outermost(model, old):
         if m not in swapped: swapped[m] = _instead_of(m, new, model)
         model.set_submodule(name, swapped[m])
     for m in model.modules(): # the fast path of such a layer knows two activations only
-        has_new_activation = isinstance(m, nn.TransformerEncoderLayer) and m.activation in swapped.values()
-        if has_new_activation: m.activation_relu_or_gelu = 0
+        if not isinstance(m, nn.TransformerEncoderLayer): continue
+        if m.activation in swapped.values(): m.activation_relu_or_gelu = 0
     return model
 
 # %% ../nbs/03_doctor.ipynb #1e1581bb
@@ -146,6 +153,11 @@ def _fault(report):
 # %% ../nbs/03_doctor.ipynb #c41a90e5
 _largest = torch.finfo(torch.float32).max
 
+class _Top(NamedTuple):
+    "The largest number of a module in half precision, and the operation that has it, or `None`"
+    number:float = 0.
+    op:str = None
+
 def _top(seen, half, limit):
     "The largest number of a tensor in half precision; 0 if it is in fp32, or a mask of the largest number there is"
     is_half = half is not None and half.half
@@ -154,15 +166,15 @@ def _top(seen, half, limit):
     return 0. if top in (limit,_largest) else top
 
 def _tops(case, limit):
-    "The largest number of each module in half precision, and the operation that it belongs to, by the module's name"
-    modules,tops = dict(case.model.named_modules()),{}
+    "The `_Top` of each module, by its name"
+    modules,tops = dict(case.model.named_modules()),defaultdict(_Top)
     for f in case.fp32.frames:
         if f.name not in modules or f.name in case.half.in_fp32: continue
         is_of_children = f.op is None and any(modules[f.name].children())
         if is_of_children: continue
         for seen in (*f.ins,*f.outs):
             top = _top(seen, case.half.seen.get(seen.place), limit)
-            if top>tops.get(f.name, (0.,))[0]: tops[f.name] = top,f.op
+            if top>tops[f.name].number: tops[f.name] = _Top(top, f.op)
     return tops
 
 def _own_code(model, name):
@@ -173,16 +185,17 @@ def _near(case, report):
     "Modules with less than one bit of room"
     if report.verdict not in ('healthy','scale'): return # first that
     limit = torch.finfo(case.dtype).max
-    tops = {n: o for n,o in _tops(case, limit).items() if o[0]>limit/2}
+    tops = {n: o for n,o in _tops(case, limit).items() if o.number>limit/2}
     if not tops: return
-    name,*others = sorted(tops, key=lambda n: -tops[n][0])
+    name,*others = sorted(tops, key=lambda n: -tops[n].number)
     top,op = tops[name]
-    fact = f"{f'`{op}`' if op else 'It'} computes with numbers up to {top:.3g}: "
-    if top>limit: fact += f"infinity in {case.kind}, which does no harm in this batch, as in a mask."
-    else: fact += f"{math.log2(limit/top):.1f} bits are left up to {limit:g}, where {case.kind} ends."
-    remedy = keep_code(names_of(case.model, [*case.keep, *(_own_code(case.model, n) for n in tops)]), case.dtype)
-    hint = code_hint('masked_fill' if top>limit else op)
-    yield Finding('warning', name, fact, _with_hint(remedy, hint), others)
+    what = f'`{op}`' if op else 'It'
+    room = f"{math.log2(limit/top):.1f} bits are left up to {limit:g}, where {case.kind} ends"
+    if top>limit: room,op = f"infinity in {case.kind}, which does no harm in this batch, as in a mask",'masked_fill'
+    fact = f"{what} computes with numbers up to {top:.3g}: {room}."
+    own = [_own_code(case.model, n) for n in tops]
+    remedy = keep_code(names_of(case.model, [*case.keep, *own]), case.dtype)
+    yield Finding('warning', name, fact, _with_hint(remedy, code_hint(op)), others)
 
 # %% ../nbs/03_doctor.ipynb #77e61165
 def _has_bf16_digits(w): return not (w.contiguous().view(torch.int32) & 0xffff).any()
@@ -194,9 +207,12 @@ def _bf16_weights(case, device):
     ws = [w for w in ws if _is_trained(w)]
     short = sum(w.numel() for w in ws if _has_bf16_digits(w))
     if short<=sum(w.numel() for w in ws)/2: return # a new head is trained on a pretrained body
-    fact = "The weights have no more digits than bf16 holds. A model pretrained in bf16 may give numbers that fp16 cannot hold."
-    heals = "learn.to_fp16_dynamic()  # this GPU only emulates bf16; layers that overflow stay in fp32"
-    yield Finding('warning', '', fact, heals if device.emulates_bf16 else 'learn.to_bf16_dynamic()')
+    fact = ("The weights have no more digits than bf16 holds. "
+            "A model pretrained in bf16 may give numbers that fp16 cannot hold.")
+    remedy = 'learn.to_bf16_dynamic()'
+    if device.emulates_bf16:
+        remedy = 'learn.to_fp16_dynamic()  # this GPU only emulates bf16; layers that overflow stay in fp32'
+    yield Finding('warning', '', fact, remedy)
 
 _with_eps16 = 'RMSProp','QHAdam','Larc','Adam','RAdam','Lamb','ranger' # as `RMSProp16`
 
@@ -208,13 +224,17 @@ def _optimizer(case):
     if torch.tensor(eps, dtype=case.dtype)!=0: return
     name = getattr(getattr(learn.opt_func, 'func', learn.opt_func), '__name__', '')
     new = f'{name}16' if name in _with_eps16 else 'partial(learn.opt_func, eps=1e-4)'
-    fact = (f"The optimizer's eps of {eps:g} is 0 in {case.kind}. Its state is fp32, so nothing is divided by 0, "
+    fact = (f"The optimizer's eps of {eps:g} is 0 in {case.kind}. "
+            "Its state is fp32, so nothing is divided by 0, "
             "but gradients that are mostly rounding errors cause full steps.")
     yield Finding('info', None, fact, f"learn.opt_func,learn.opt = {new},None")
 
 # %% ../nbs/03_doctor.ipynb #067e09cc
-_instructions = dict(fp16=('amx_fp16','avx512_fp16','fp16_arith'), bf16=('amx_bf16','avx512_bf16','bf16')) # of CPUs
-_turing_without = r'GTX 16|MX[45]50|\bT(400|500|550|600|1000|1200)\b' # GPUs of compute capability 7.5 without tensor cores
+_instructions = dict( # of CPUs
+    fp16=('amx_fp16','avx512_fp16','fp16_arith'),
+    bf16=('amx_bf16','avx512_bf16','bf16'))
+# GPUs of compute capability 7.5 without tensor cores
+_turing_without = r'GTX 16|MX[45]50|\bT(400|500|550|600|1000|1200)\b'
 
 def _fast_here(device):
     "The half precisions that a device has instructions for, for all we know"
@@ -238,8 +258,8 @@ class Device:
         "What is known about a device that is there"
         is_nvidia = device.type=='cuda' and torch.version.hip is None
         if not is_nvidia: return cls(device.type, fast=_fast_here(device))
-        name,capability = torch.cuda.get_device_name(device),torch.cuda.get_device_capability(device)
-        return cls('cuda', name, capability, emulates_bf16(device))
+        cuda = torch.cuda
+        return cls('cuda', cuda.get_device_name(device), cuda.get_device_capability(device), emulates_bf16(device))
 
     @property
     def tensor_cores(self) -> bool:
@@ -252,14 +272,16 @@ def _device(d, dtype):
     kind,other = ('fp16','bf16') if dtype==torch.float16 else ('bf16','fp16')
     if d.type=='cpu' and kind not in d.fast:
         fact = f"This CPU cannot compute in {kind} directly: {kind} is slower than fp32 here."
-        yield Finding('info', None, fact, f'learn.to_{other}_dynamic()' if other in d.fast else 'learn.to_fp32()')
+        better = f'to_{other}_dynamic' if other in d.fast else 'to_fp32'
+        yield Finding('info', None, fact, f'learn.{better}()')
     if d.capability is None: return
     if re.search(_turing_without, d.name):
         fact = f"{d.name} has no tensor cores, and GPUs of this kind are known for NaNs in fp16 (pytorch#58123)."
         yield Finding('warning', None, fact, 'learn.to_fp32()')
     elif not d.tensor_cores:
         capability = '.'.join(map(str, d.capability))
-        fact = f"{d.name} (compute capability {capability}) has no tensor cores: half precision saves memory, but hardly any time."
+        fact = (f"{d.name} (compute capability {capability}) has no tensor cores: "
+                "half precision saves memory, but hardly any time.")
         yield Finding('speed', None, fact, 'learn.to_fp32()')
     if dtype==torch.bfloat16 and d.emulates_bf16:
         yield Finding('speed', None, f"{d.name} only emulates bf16, which is slow.", 'learn.to_fp16_dynamic()')
@@ -267,7 +289,8 @@ def _device(d, dtype):
 # %% ../nbs/03_doctor.ipynb #a33ecb2c
 def _sizes_of(m):
     "How many channels or features a layer takes in and gives"
-    return (m.in_features,m.out_features) if isinstance(m, nn.Linear) else (m.in_channels,m.out_channels)
+    if isinstance(m, nn.Linear): return m.in_features,m.out_features
+    return m.in_channels,m.out_channels
 
 def _in_half(case):
     "The linear layers and convolutions that ran in half precision, by name, in the order in which they ran"
@@ -294,7 +317,8 @@ def _sizes(case, device):
     sizes = list(dict.fromkeys(s for o in by_layer.values() for s in o))
     fact = f"Sizes that are not multiples of 8 ({listed(sizes)}) slow tensor cores down."
     name,*others = by_layer
-    yield Finding('speed', name, fact, '# '+', '.join(f'{8*math.ceil(s/8)} instead of {s}' for s in sizes), others)
+    better = ', '.join(f'{8*math.ceil(s/8)} instead of {s}' for s in sizes)
+    yield Finding('speed', name, fact, f'# {better}', others)
 
 def _recurrent(case, device):
     if device.type!='cuda' or case.dtype!=torch.bfloat16 or cudnn_has_bf16(): return
@@ -327,7 +351,8 @@ def _findings(case, report, device):
     yield from _sizes(case, device)
     yield from _recurrent(case, device)
     yield from _memory_format(case, device)
-    if case.without: yield Finding('info', None, case.without, '# call learn.fp16_doctor() in a fit, from a callback')
+    in_a_fit = '# call learn.fp16_doctor() in a fit, from a callback'
+    if case.without: yield Finding('info', None, case.without, in_a_fit)
 
 def _examine(learn, b=None, device=None):
     "The `Checkup` of `learn`, as if it were on `device`"

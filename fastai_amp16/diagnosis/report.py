@@ -17,19 +17,19 @@ from fastai.basics import *
 class PrecisionReport:
     """The result of a diagnosis: HTML in a notebook, text by `str`, all numbers in `table`, and a plot by `plot`
 
-    You do not make one yourself: `diagnose_fp16` and a fit do. The arguments are its attributes. `table` has one row per module, the one
-    with the least room first; "How to read it" in the documentation explains its columns. `order` counts the modules in the order in which
-    they ran. Shares are from 0 to 1, and NaN means not measured."""
+    You do not make one yourself: `diagnose_fp16` and a fit do. The arguments are its attributes. `table` has one row
+    per module, the one with the least room first; "How to read it" in the documentation explains its columns. `order`
+    counts the modules in the order in which they ran. Shares are from 0 to 1, and NaN means not measured."""
     verdict:str # 'healthy', 'weights', 'data', 'loss_func', 'divergence', 'scale', 'forward', 'backward' or 'loss'
     sentence:str # The cause, as a sentence
     remedy:str = '' # What you can do, in words or as code
     producer:str = None # Dotted name of the module at fault; an empty string means the model itself, `None` no module
     op:str = None # The operation at fault in that module
-    table:pd.DataFrame = field(default_factory=pd.DataFrame) # One row per module, see above; empty if nothing was measured
+    table:pd.DataFrame = field(default_factory=pd.DataFrame) # One row per module; empty if nothing was measured
     scale:float = 1. # The loss scale of the batch
     new_scale:float = None # A loss scale that fits
     promoted:list = field(default_factory=list) # What has to stay in fp32, as in `keep_fp32`
-    samples:list = field(default_factory=list) # Indices of the samples at fault, in the data set if known, else in the batch
+    samples:list = field(default_factory=list) # Indices of samples at fault, in the data set or the batch
     dtype:torch.dtype = torch.float16 # `torch.float16` or `torch.bfloat16`
     done:str = '' # What was done about it, as a sentence
 
@@ -42,8 +42,9 @@ class PrecisionReport:
     def hint(self) -> str:
         "How to change the code at fault so that half precision can hold it; empty if there is nothing to suggest"
         if self.verdict not in ('forward','backward','loss'): return ''
-        kinds = self.table[self.table.module==self.producer].type.tolist() if len(self.table) else []
-        return code_hint(self.op or first(kinds)) # one of torch's modules is named by its class
+        df = self.table.reindex(columns=['module','type'])
+        kind = first(df.type[df.module==self.producer]) # of one of torch's modules
+        return code_hint(self.op or kind)
 
     @property
     def warning(self) -> str:
@@ -59,16 +60,17 @@ def plot(self:PrecisionReport,
 ): # The `Axes`, one bar per row of `table`
     """Plot how many bits each module has left, in the order of execution
 
-    The producer is red. If there is none, all modules below 0 bits are. Bars end at 24 bits on either side. An empty table gives an empty
-    plot."""
+    The producer is red. If there is none, all modules below 0 bits are. Bars end at 24 bits on either side. An empty
+    table gives an empty plot."""
     df = self.table.reindex(columns=['module','bits','order']).sort_values('order', ascending=False)
     if ax is None: _,ax = plt.subplots(figsize=(7, 0.8+0.22*len(df)))
     is_red = df.bits<0 if self.producer is None else df.module==self.producer
-    ax.barh(range(len(df)), df.bits.clip(-_longest, _longest), color=np.where(is_red, 'tab:red', 'tab:blue'), height=0.7)
+    colors = np.where(is_red, 'tab:red', 'tab:blue')
+    ax.barh(range(len(df)), df.bits.clip(-_longest, _longest), color=colors, height=0.7)
     ax.set_yticks(range(len(df)), df.module.replace('', '(the model)'), fontsize=8)
     ax.axvline(0, color='tab:red', ls='--', lw=1)
     limit = torch.finfo(self.dtype).max
-    ax.set(xlabel=f'bits left up to {limit:g} (below 0: overflow)', title='room of each module', ylim=(-0.6, len(df)-0.4))
+    ax.set(title='room of each module', xlabel=f'bits left up to {limit:g} (below 0: overflow)', ylim=(-0.6, len(df)-0.4))
     return ax
 
 # %% ../../nbs/diagnosis/02_report.ipynb #0ccf51d7
@@ -106,7 +108,8 @@ def keep_code(
 ) -> str:
     "Write the call that keeps `names` in fp32"
     if not rest: return 'learn.to_fp32()'
-    names = [n for n in dict.fromkeys(names) if not any(n.startswith(o+'.') for o in names)] # modules inside are kept anyway
+    def is_inside(n): return any(n.startswith(f'{o}.') for o in names) # and kept anyway
+    names = [n for n in dict.fromkeys(names) if not is_inside(n)]
     kind = 'bf16' if dtype==torch.bfloat16 else 'fp16'
     return f'learn.to_{kind}_dynamic(keep_fp32={names!r})'
 
@@ -163,22 +166,25 @@ def _num(x): return f'{x:.3g}'
 def _bits(x): return f'{x:.1g}' if -.05<=x<0 else _num(round(x, 1)) # what is below 0 must look so
 def _share(x): return '–' if x==0 else f'{x:.2%}' if x>=1e-4 else '<0.01%'
 
-_formats = dict(dict.fromkeys(('input','output','inside','gradient','weight_grad'), _num), bits=_bits, lost=_bits,
-                flushed=_share, subnormal=_share)
-_text = ('module','type','computes','nonfinite') # the columns of text
+_formats = dict( # of columns of numbers
+    input=_num, output=_num, inside=_num, gradient=_num, weight_grad=_num,
+    bits=_bits, lost=_bits, flushed=_share, subnormal=_share)
 
 # %% ../../nbs/diagnosis/02_report.ipynb #7dcad8fe
 _forward = 'computes input output inside bits lost nonfinite'
 _backward = 'computes gradient weight_grad bits flushed subnormal nonfinite'
 _fp32_fails = 'input output gradient'
 _columns = dict( # by verdict, in the order they are shown
-    forward=_forward, loss=_forward, backward=_backward, scale=_backward, healthy='computes output gradient bits lost flushed',
+    healthy='computes output gradient bits lost flushed',
+    forward=_forward, loss=_forward, backward=_backward, scale=_backward,
     data=_fp32_fails, weights=_fp32_fails, loss_func=_fp32_fails, divergence=f'{_fp32_fails} weight_grad')
 _most_rows = 10
 
 def _is_worth_showing(col, kind): # `kind` is the half precision that most modules compute in
     if col.name=='computes': return (col!=kind).any()
-    if col.name=='lost': return (col>-math.log2(4*torch.finfo(getattr(torch, kind)).eps)).any() # are less than three bits left?
+    if col.name=='lost':
+        bits_left = -math.log2(torch.finfo(getattr(torch, kind)).eps/2)-col
+        return (bits_left<3).any()
     if col.name in ('flushed','subnormal'): return (col>0).any()
     return col.notna().any()
 
@@ -191,7 +197,8 @@ def _rank(report, name):
 @patch
 def _rows(self:PrecisionReport):
     "The rows and columns to show, and which of the rows is the producer's"
-    table = self.table.reset_index(drop=True).reindex(columns=['module', 'type', *_columns[self.verdict].split()])
+    columns = ['module', 'type', *_columns[self.verdict].split()]
+    table = self.table.reset_index(drop=True).reindex(columns=columns)
     ranks = [_rank(self, o) for o in table.module]
     df = table.iloc[np.argsort(ranks, kind='stable')[:_most_rows]]
     is_producer = df.module==self.producer
@@ -217,9 +224,10 @@ def _words(self:PrecisionReport):
 def __repr__(self:PrecisionReport):
     res,(df,is_producer) = self._words(),self._rows()
     if len(df):
-        df = df.set_index('module').rename_axis(index=None, columns='module') # pandas aligns an index to the left
+        df = df.set_index('module').rename_axis(index=None, columns='module') # left-aligned
         lines = df.to_string(formatters=_formats, na_rep='').splitlines()
-        res += ['', *(('> ' if o else '  ')+line.rstrip() for o,line in zip([False,*is_producer], lines))]
+        marks = ['  ', *np.where(is_producer, '> ', '  ')]
+        res += ['', *(mark+line.rstrip() for mark,line in zip(marks, lines))]
     return '\n'.join(res+[f'  {o}' for o in self._left_out()])
 
 # %% ../../nbs/diagnosis/02_report.ipynb #e50553d7
