@@ -28,18 +28,21 @@ def digits_dls(
     "scikit-learn's handwritten digits"
     x,y = load_digits(return_X_y=True)
     x = torch.tensor(x, dtype=torch.float32).view(-1,1,8,8)
-    ds = torch.utils.data.TensorDataset(x/x.max()*1e6 if counts else (x-x.mean())/x.std(), torch.tensor(y))
+    x = x/x.max()*1e6 if counts else (x-x.mean())/x.std()
+    ds = torch.utils.data.TensorDataset(x, torch.tensor(y))
     cut = len(ds)//5
     idxs = torch.randperm(len(ds), generator=torch.Generator().manual_seed(seed), device='cpu').tolist()
     train,valid = [torch.utils.data.Subset(ds, o) for o in (idxs[cut:],idxs[:cut])]
     train.loss_func = nn.CrossEntropyLoss() # where `Learner` looks for one
-    return DataLoaders(DataLoader(train, bs=bs, shuffle=True, drop_last=True), DataLoader(valid, bs=2*bs), device=default_device())
+    train_dl = DataLoader(train, bs=bs, shuffle=True, drop_last=True)
+    return DataLoaders(train_dl, DataLoader(valid, bs=2*bs), device=default_device())
 
 # %% ../nbs/04_demo.ipynb #3c5c8c26
 def small_cnn() -> nn.Module: # From `bs`x1x8x8 to `bs`x10
     "Three convolutions with batch norms, and a linear layer"
     def conv(ni, nf, stride): return [nn.Conv2d(ni, nf, 3, stride, 1, bias=False), nn.BatchNorm2d(nf), nn.ReLU()]
-    return nn.Sequential(*conv(1,16,1), *conv(16,32,2), *conv(32,64,2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64,10))
+    head = nn.AdaptiveAvgPool2d(1),nn.Flatten(),nn.Linear(64,10)
+    return nn.Sequential(*conv(1,16,1), *conv(16,32,2), *conv(32,64,2), *head)
 
 # %% ../nbs/04_demo.ipynb #0f20146d
 class YBlock(nn.Module):
@@ -51,8 +54,11 @@ class YBlock(nn.Module):
     ):
         super().__init__()
         self.proj = nn.Sequential(nn.Conv2d(ni, nf, 1, stride, bias=False), nn.BatchNorm2d(nf))
-        self.f = nn.Sequential(nn.Conv2d(ni, nf, 1), nn.ReLU(), nn.Conv2d(nf, nf, 3, stride, 1, groups=nf//4), nn.ReLU(),
-                               SqueezeExcitation(nf, nf//4), nn.Conv2d(nf, nf, 1, bias=False), nn.BatchNorm2d(nf))
+        self.f = nn.Sequential(
+            nn.Conv2d(ni, nf, 1), nn.ReLU(),
+            nn.Conv2d(nf, nf, 3, stride, 1, groups=nf//4), nn.ReLU(),
+            SqueezeExcitation(nf, nf//4),
+            nn.Conv2d(nf, nf, 1, bias=False), nn.BatchNorm2d(nf))
         self.activation = nn.ReLU()
     def forward(self, x): return self.activation(self.proj(x)+self.f(x))
 
@@ -90,14 +96,26 @@ def train(
     "Train on the digits"
     set_seed(seed, reproducible=True)
     counts = data=='raw counts'
-    dls,model = digits_dls(bs, seed, counts),RegNetY() if counts else small_cnn()
-    learn = precisions[precision](Learner(dls, model, opt_func=AdamW16, metrics=accuracy, cbs=GradientNormClip(1.)))
+    model,dls = RegNetY() if counts else small_cnn(),digits_dls(bs, seed, counts)
+    learn = Learner(dls, model, opt_func=AdamW16, metrics=accuracy, cbs=GradientNormClip(1.))
+    precisions[precision](learn)
     start = time.perf_counter()
     with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(epochs, lr)
+    row = {'data': data, 'precision': precision, 'accuracy': learn.recorder.values[-1][-1]}
+    row.update({'skipped': 0, 'reruns': 0, 'loss scale': 1., 'seconds': time.perf_counter()-start})
     mp = getattr(learn, 'mixed_precision', None)
-    skipped,reruns,scale = (mp.n_skipped,mp.n_rerun,mp.scaler.get_scale()) if mp else (0,0,1.)
-    return learn,{'data': data, 'precision': precision, 'accuracy': learn.recorder.values[-1][-1], 'skipped': skipped, 'reruns': reruns,
-                  'loss scale': scale, 'seconds': time.perf_counter()-start}
+    if mp: row.update({'skipped': mp.n_skipped, 'reruns': mp.n_rerun, 'loss scale': mp.scaler.get_scale()})
+    return learn,row
+
+def _draw(learn, axes, name, lw):
+    "Draw the curves of one training"
+    (loss,scale,norm),color = axes,f'C{list(precisions).index(name)}'
+    loss.plot([o.item() for o in learn.recorder.losses], label=name, color=color, lw=lw)
+    norm.plot(learn.gradient_norm_clip.norms, color=color, lw=lw)
+    if not hasattr(learn, 'mixed_precision'): return
+    df = learn.mixed_precision.history
+    scale.step(df.step, df.loss_scale, where='post', color=color, lw=lw)
+    scale.plot(df.step[df.skipped], df.loss_scale[df.skipped], 'x', color=color)
 
 def picture(
     groups:dict # Name of the data to dict of trained `Learner`s, by keys of `precisions`
@@ -105,15 +123,10 @@ def picture(
     "Loss, loss scale and gradient norm of each step; crosses are skipped steps"
     fig = Figure(figsize=(4.5*len(groups),6), layout='constrained')
     columns = fig.subplots(3, len(groups), sharex='col', squeeze=False).T
-    for (title,learners),(loss,scale,norm) in zip(groups.items(), columns):
-        for i,(name,learn) in enumerate(learners.items()): # curves may hide each other: the first is the widest
-            look = dict(color=f'C{[*precisions].index(name)}', lw=max(1, 4-i))
-            loss.plot([o.item() for o in learn.recorder.losses], label=name, **look)
-            norm.plot(learn.gradient_norm_clip.norms, **look)
-            if not hasattr(learn, 'mixed_precision'): continue
-            df = learn.mixed_precision.history
-            scale.step(df.step, df.loss_scale, where='post', **look)
-            scale.plot(df.step[df.skipped], df.loss_scale[df.skipped], 'x', color=look['color'])
+    for (title,learners),axes in zip(groups.items(), columns):
+        # curves may hide each other: the first is the widest
+        for i,(name,learn) in enumerate(learners.items()): _draw(learn, axes, name, lw=max(1, 4-i))
+        loss,scale,norm = axes
         norm.axhline(learn.gradient_norm_clip.max_norm, color='grey', ls='--', label='clipped here')
         loss.set(title=title, ylabel='smoothed loss', yscale='log')
         scale.set_yscale('log', base=2)
@@ -123,24 +136,28 @@ def picture(
     return fig
 
 # %% ../nbs/04_demo.ipynb #0f28fb95
-_columns = {'data':'<12', 'precision':'<21', 'accuracy':'>8.2%', 'skipped':'>9', 'reruns':'>8', 'loss scale':'>12g', 'seconds':'>9.1f'}
+_columns = { # their formats
+    'data':'<12', 'precision':'<21', 'accuracy':'>8.2%',
+    'skipped':'>9', 'reruns':'>8', 'loss scale':'>12g', 'seconds':'>9.1f'}
 
 def _compare(**kwargs):
-    "Run all `trainings`, and print a table, each row as soon as it is known: the learners and seconds by data and precision"
-    print(''.join(format(k, re.match(r'[<>]\d+', o)[0]) for k,o in _columns.items()))
-    groups,seconds = {},{}
+    "Run all `trainings`, and print a row for each as soon as it ends: the learners and seconds by data and precision"
+    widths = {k: re.match(r'[<>]\d+', o)[0] for k,o in _columns.items()}
+    print(''.join(format(k, o) for k,o in widths.items()))
+    groups,seconds = defaultdict(dict),{}
     for data,ways in trainings.items():
         for precision in ways:
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore', UserWarning) # the table and the findings say it
-                groups.setdefault(data, {})[precision],row = train(data, precision, **kwargs)
+                learn,row = train(data, precision, **kwargs)
             print(''.join(format(v, _columns[k]) for k,v in row.items()), flush=True)
-            seconds[data,precision] = row['seconds']
+            groups[data][precision],seconds[data,precision] = learn,row['seconds']
     return groups,seconds
 
 def _slow(seconds):
     "Which half precision took much longer than fp32 on the digits, in words"
-    times = {k: seconds.get(('digits',f'to_{k}_dynamic()'), 0.)/seconds['digits','fp32'] for k in ('fp16','bf16')}
+    fp32 = seconds['digits','fp32']
+    times = {k: seconds.get(('digits',f'to_{k}_dynamic()'), 0.)/fp32 for k in ('fp16','bf16')}
     return ' and '.join(f"{k} ({t:.1f} times fp32's seconds)" for k,t in times.items() if t>1.5)
 
 def _check(out, epochs, lr, bs):
@@ -153,6 +170,14 @@ def _check(out, epochs, lr, bs):
         if not ok: raise CliError(f'--{name} must be {allowed}, and is {value}.')
     try: out.open('ab').close()
     except OSError as e: raise CliError(f'--out {out} cannot be written: {e.strerror}.') from e
+
+_wrapped = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
+
+def _print_reports(learn, reports):
+    "What was found in a training, in sentences or in full"
+    print('\nOn raw counts, to_fp16_dynamic() finds what overflows and keeps it in fp32:')
+    for r in learn.mixed_precision.reports:
+        print(f'\n{r}' if reports else _wrapped(r.sentence, initial_indent='- ', subsequent_indent='  '))
 
 @call_parse
 def main(
@@ -170,9 +195,8 @@ def main(
     name = torch.cuda.get_device_name(device) if device.type=='cuda' else device.type
     print(f"{n} trainings of {epochs} epoch{'s'*(epochs>1)} on {name}\n")
     groups,seconds = _compare(epochs=epochs, lr=lr, bs=bs, seed=seed)
-    print('\nOn raw counts, to_fp16_dynamic() finds what overflows and keeps it in fp32:')
-    fill = partial(textwrap.fill, width=80, initial_indent='- ', subsequent_indent='  ', break_long_words=False, break_on_hyphens=False)
-    for r in groups['raw counts']['to_fp16_dynamic()'].mixed_precision.reports: print(f'\n{r}' if reports else fill(r.sentence))
-    if device.type=='cpu' and (slow := _slow(seconds)): print('\n'+textwrap.fill(f'Slow here: {slow}. Compare on a GPU.', 80))
+    _print_reports(groups['raw counts']['to_fp16_dynamic()'], reports)
+    slow = _slow(seconds)
+    if device.type=='cpu' and slow: print('\n'+textwrap.fill(f'Slow here: {slow}. Compare on a GPU.', 80))
     picture(groups).savefig(out, dpi=120)
     print(f'\nPicture of losses, loss scales and gradient norms: {out.absolute()}')

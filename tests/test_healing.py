@@ -8,7 +8,7 @@ from fastai.layers import SigmoidRange
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.diagnosis import diagnose
 from fastai_amp16.all import AdamW16
-from fastai_amp16.exam import training_case
+from fastai_amp16.ask import training_case
 import hostile
 from hostile import bad_samples,hopeless,plain_fp16,zoo
 from common import (Called,Detour,Do,Poison,between,clean,fit,learner,masked_fill,mse,not_as_cuda,plain_mlp,small_root,times_and_back,

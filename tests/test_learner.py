@@ -15,7 +15,7 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai_amp16.all import AdamW16,PrecisionReport,PrecisionWarning
 from fastai_amp16.diagnosis.diagnose import diagnose
 from fastai_amp16.diagnosis.remedy import heal
-from fastai_amp16.exam import training_case
+from fastai_amp16.ask import training_case
 from fastai_amp16.learner import looking
 from fastai_amp16.train.snapshot import unchanged
 import hostile

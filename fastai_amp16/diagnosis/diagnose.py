@@ -240,7 +240,6 @@ def _explained(case, why, plain):
 # %% ../../nbs/diagnosis/05_diagnose.ipynb #f52a50a2
 def diagnose(
     case:Case, # The batch to diagnose
-    note=noop, # Called with each operation of the run in fp32: its frame, arguments, keyword arguments and result
     all_buffers:bool=False # Also report NaN in buffers that a training batch does not use, such as running statistics?
 ) -> PrecisionReport: # With `promoted`, what has to stay in fp32, and `new_scale`, a loss scale that fits
     """Find out why the batch of `case` is not finite in half precision, or how much room it has
@@ -250,16 +249,16 @@ def diagnose(
     whose numbers half precision cannot hold, and what has to stay in fp32. Further runs prove `promoted` and `new_scale`. Raises whatever
     the batch raises in fp32."""
     try:
-        report = _report(case, note, all_buffers)
+        report = _report(case, all_buffers)
         case.ranks.gather() # has any of them failed?
     except Exception as e:
         if not isinstance(e, RankFailed): case.ranks.fail(f'raises {error_in_words(e)}')
         raise
     return report
 
-def _report(case, note, all_buffers):
+def _report(case, all_buffers):
     case.silent = case.ranks.some(case.silent)
-    case.fp32 = case.run_fp32(note=note)
+    case.fp32 = case.run_fp32()
     if case.fp32.error is not None: raise case.fp32.error
     report = _judged(case) if case.ranks.every(case.fp32.finite) else _blamed(case)
     if all_buffers and report.verdict=='healthy': report = _bad_weights(case) or report

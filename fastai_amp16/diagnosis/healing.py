@@ -167,4 +167,4 @@ def _tell(mp, d, named, what):
     for r in named:
         if what is Next.fp32: r.done = "This batch runs in fp32 instead."
         elif mp.step.unusable and mp.training: r.done = "The step of this batch is skipped."
-        mp.say_once(r.told, (r.verdict,r.producer,r.op,*r.samples,*r.promoted))
+        mp.say_once(r.warning, (r.verdict,r.producer,r.op,*r.samples,*r.promoted))

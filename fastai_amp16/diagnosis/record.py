@@ -153,12 +153,11 @@ class Recording(TorchFunctionMode):
         dtype:torch.dtype=torch.float16, # `torch.float16` or `torch.bfloat16`
         plan:PrecisionPlan=None, # The precision of each module; `None` for fp32
         scale:float=1., # The loss scale
-        reference:'Recording'=None, # The same batch in fp32
-        note=noop # Called with each operation: its frame, arguments, keyword arguments and result
+        reference:'Recording'=None # The same batch in fp32
     ):
         super().__init__()
         self.names = {m:n for n,m in model.named_modules()}
-        self.dtype,self.scale,self.reference,self.note = dtype,scale,reference,note
+        self.dtype,self.scale,self.reference = dtype,scale,reference
         self.times = 1 if plan else scale # gradients of fp32 come without a loss scale, and are measured as if they had this one
         refs = reference.seen if reference else {}
         self.meant = {(_in_any_call(o),what) for o,s in refs.items() for what in ('value','grad') if s.is_bad(what)}
@@ -274,10 +273,8 @@ class Recording(TorchFunctionMode):
         if name in _harmless or 'empty' in name or 'resize' in name: return func(*args, **kwargs)
         read = args[func.__name__ in _writes:]
         self._enter(f.name, (read,kwargs), name)
-        frame,res = self.stack[-1],func(*args, **kwargs)
-        out = args[0] if res is None and args else res # `x[i] = y` returns nothing
-        self._leave(out)
-        self.note(frame, read, kwargs, out)
+        res = func(*args, **kwargs)
+        self._leave(args[0] if res is None and args else res) # `x[i] = y` returns nothing
         return res
 
     # tensors

@@ -139,5 +139,3 @@ def is_out_of_memory(
     "Was `e` raised since there was not enough memory? Where torch says so in other words, this does not know"
     if isinstance(e, (MemoryError,torch.OutOfMemoryError)): return True
     return isinstance(e, RuntimeError) and any(o in str(e) for o in _out_of_memory)
-
-def base_of(t): return getattr(t, '_base', None) # the tensor that `t` is a view of; `None` if there is none, or no such name in torch
