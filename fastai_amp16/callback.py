@@ -11,7 +11,8 @@ from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.tracker import TerminateOnNaNCallback
-from .precision.plan import PrecisionPlan,as_list,unwrap
+from .precision.names import as_list
+from .precision.plan import PrecisionPlan,unwrap
 from .train.grads import grad_params,grad_values,total_norm
 from .train.scaler import DynamicScaler,require
 from .train.snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states

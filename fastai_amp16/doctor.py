@@ -11,8 +11,9 @@ from itertools import dropwhile
 from fastai.basics import *
 from fastai.callback.channelslast import ChannelsLast
 from .util.nested import half_types
-from .precision.plan import class_named,convs,names_of,unwrap
-from .diagnosis.report import PrecisionReport,as_html,colors,keep_code,listed,styler
+from .precision.names import class_named,keep_code,listed,names_of
+from .precision.plan import convs,unwrap
+from .diagnosis.report import PrecisionReport,as_html,colors,styler
 from .diagnosis.record import loss_name
 from .precision.recurrent import cudnn_has_bf16
 from .learner import looking,running

@@ -13,11 +13,11 @@ from fastai.callback.fp16 import AMPMode,MixedPrecision,ModelToHalf,NonNativeMix
 from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientClip
 from fastcore.docments import docments
-from .precision.plan import as_list
+from .precision.names import as_list,in_words
 from .util.torch_private import ThreadState
 from .optim.optimizer import as_fastais
 from .optim.clip import GradientNormClip
-from .diagnosis.report import as_html,in_words
+from .diagnosis.report import as_html
 from .precision.entry import Entry
 from .train.scaler import DynamicScaler,require
 from .train.snapshot import learner_random_states

@@ -13,7 +13,9 @@ from fastai.basics import *
 from .compare import are_wrong,lost,rounded,wrong_first
 from ..precision.comparable import comparable,eager
 from ..util.nested import cast_floats
-from ..precision.plan import PrecisionPlan,as_list,own_forward
+from ..precision.names import as_list
+from ..precision.plan import PrecisionPlan
+from ..precision.stand_in import own_forward
 from ..util.torch_private import is_out_of_memory
 from .record import Recording,loss_name,sampled
 from ..train.rerun import Left,not_faults

@@ -9,8 +9,8 @@ __all__ = ['diagnose']
 import math,re
 from fastai.basics import *
 from ..util.nested import replace,tensors
-from ..precision.plan import names_of
-from .report import PrecisionReport,error_in_words,in_words,keep_code,listed
+from ..precision.names import in_words,keep_code,listed,names_of
+from .report import PrecisionReport,error_in_words
 from ..train.ranks import RankFailed
 from .record import loss_name
 from .compare import are_wrong,bits_lost,deviation,lost,wrong_first
