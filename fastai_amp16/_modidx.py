@@ -165,8 +165,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'fastai_amp16/diagnosis/compare.py'),
                                                 'fastai_amp16.diagnosis.compare._Trials.__init__': ( 'diagnosis/compare.html#_trials.__init__',
                                                                                                      'fastai_amp16/diagnosis/compare.py'),
-                                                'fastai_amp16.diagnosis.compare._Trials.amplifies': ( 'diagnosis/compare.html#_trials.amplifies',
-                                                                                                      'fastai_amp16/diagnosis/compare.py'),
                                                 'fastai_amp16.diagnosis.compare._Trials.attempt': ( 'diagnosis/compare.html#_trials.attempt',
                                                                                                     'fastai_amp16/diagnosis/compare.py'),
                                                 'fastai_amp16.diagnosis.compare._Trials.calls': ( 'diagnosis/compare.html#_trials.calls',

@@ -205,10 +205,10 @@ class Case:
         "What modules carry to the batches, which are not running now"
         return sampled(self.batches.model_state.carried())
 
-    def make_controls(self, dtype:torch.dtype=None): # as in `rounded`
+    def make_controls(self):
         "Run the batches in fp32 with rounded outputs, for `is_wrong`; all ranks must call this"
         def in_rounded(): # since hooks that were set before are removed when a run begins
-            with rounded(self.plan(), dtype): self.f()
+            with rounded(self.plan()): self.f()
         def twice():
             with suppress(Left): self.f()
             self.f()

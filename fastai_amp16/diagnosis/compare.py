@@ -15,7 +15,7 @@ from ..precision.comparable import comparable,eager
 from ..util.nested import all_tensors,half_types,replace,tensors
 from ..precision.plan import PrecisionPlan
 from ..util.torch_private import compiled,is_out_of_memory
-from .record import Recording,loss_name,sampled
+from .record import Recording,sampled
 from ..train.snapshot import AllNoted,ModelState,unchanged
 from ..train.step import Step
 
@@ -156,8 +156,7 @@ _harmless = 0.03 # nor does a difference by which the loss could change by less
 
 @contextmanager
 def rounded(
-    plan:PrecisionPlan, # Says which layers compute in half precision
-    dtype:torch.dtype=None # Round to this precision; by default to that of `plan`
+    plan:PrecisionPlan # Says which layers compute in half precision, and in which
 ):
     "A context in which layers that would compute in half precision round what they take in and give, as far as it differs from its mean"
     def rounds(t):
@@ -166,7 +165,7 @@ def rounded(
         mantissa,exponent = torch.frexp(t-level)
         res = torch.ldexp((mantissa*steps).round()/steps, exponent)+level
         return torch.where(res.isfinite(), t+(res-t).detach(), t) # a mask may hold infinities
-    steps = 0.25/torch.finfo(dtype or plan.dtype).eps # three bits less than it has
+    steps = 0.25/torch.finfo(plan.dtype).eps # three bits less than it has
     def is_half(m): return isinstance(m, _half_layers) or not isinstance(m, nn.Embedding) and any(True for _ in m.parameters(recurse=False))
     ms = [m for m in plan.in_half if is_half(m) and not isinstance(m, torch.jit.ScriptModule)]
     handles = [m.register_forward_pre_hook(lambda m, args, kwargs: replace((args,kwargs), rounds), with_kwargs=True) for m in ms]
@@ -231,7 +230,6 @@ def are_wrong(
 
 # %% ../../nbs/diagnosis/01_compare.ipynb #8e0c4d51
 _farther = 4 # a result this many times as far off as what went in, or as rounding explains, is wrong
-_many_steps = 'rnn_tanh','rnn_relu','gru','lstm' # operations of a whole sequence, which may be chaotic
 
 def _off(s):
     "How far a tensor is from that of the reference"
@@ -239,17 +237,12 @@ def _off(s):
 
 def wrong_first(
     run:Recording, # In half precision, with the one in fp32 as its reference
-    control:Recording=None, # In fp32 with rounded outputs: what is as far off there is not to blame
-    amplified:bool=False # Look for single operations that make many numbers wrong?
+    control:Recording=None # In fp32 with rounded outputs: what is as far off there is not to blame
 ) -> list: # Of one pair at most: 'forward' and a frame
     "Find the first call whose results are wrong though what it took in is nearly right"
-    def are_many(s): # of the numbers off? A gate that hardly moves from 0.5 is not, though its samples hardly differ
-        a,b = _in_float64(s.sample, s.ref.sample)
-        return ((a-b).abs()>wrong*b.square().mean().sqrt()).double().mean()>wrong
     def is_wrong(f, s):
         d = _off(s)
         if d<=wrong: return False
-        if amplified and (f.op in (None,*_many_steps) or f.name==loss_name or d==math.inf or not are_many(s)): return False
         rounding = control.seen.get(s.place) if control else None
         if rounding and rounding.sample is not None and rounding.sample.shape!=s.sample.shape: return False # it changes how many there are
         return d>_farther*max([_off(rounding) if rounding else 0., *map(_off, f.ins)])
@@ -293,11 +286,11 @@ class _Trials:
         try: return self.run(plan)
         except Exception: return None
 
-    def control(self, context, plan=None, n=1, f=None):
-        "What comes of calls, or of `f`, in a context, after the batch's own call"
+    def control(self, context, n=1):
+        "What comes of calls in fp32 in a context, after the batch's own call"
         with unchanged(self.learn), comparable(), torch.no_grad():
             self.noted.put_back()
-            with context: return (f or self.calls)(plan, n)
+            with context: return self.calls(None, n)
 
     def differ(self, half, fp32, *controls):
         "Are predictions wrong, or what goes to the next batch?"
@@ -305,21 +298,10 @@ class _Trials:
             off = are_wrong(self.learn, half, fp32, *controls)
         return off or bool(lost(half, fp32, self.before, *controls))
 
-    def amplifies(self, plan):
-        "Does one operation make many numbers wrong in half precision?"
-        rec = None
-        for by in (None,plan): # fp32 is the reference
-            rec = Recording(plan.model, plan.dtype, by, reference=rec)
-            try: self.control(rec, by, f=rec.begin(self.calls, ''))
-            finally: rec.end()
-            rec.read()
-        return bool(wrong_first(rec, amplified=True))
-
     def is_at_fault(self, half, fp32, plan):
         "Is half precision at fault where `half` and `fp32` differ? Not if rounding explains it, or if two runs in fp32 differ as well"
         twice = self.control(nullcontext(), n=2)
-        if self.differ(half, fp32, [self.control(rounded(plan)),twice]): return True
-        return self.amplifies(plan) and self.differ(half, fp32, [self.control(rounded(plan, torch.float32)),twice])
+        return self.differ(half, fp32, [self.control(rounded(plan)),twice])
 
 def _are_meant(pred, reference):
     "Are there infinities in the same places?"

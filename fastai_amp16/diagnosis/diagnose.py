@@ -13,7 +13,7 @@ from ..precision.names import in_words,keep_code,listed,names_of
 from .report import PrecisionReport,error_in_words
 from ..train.ranks import RankFailed
 from .record import loss_name
-from .compare import are_wrong,bits_lost,deviation,lost,wrong_first
+from .compare import are_wrong,bits_lost,deviation,lost
 from .case import Case,faults,has_code
 from .remedy import Reason,heal,likeness
 
@@ -286,7 +286,6 @@ def _found_silent(case, plain):
     ranks,deviates = case.ranks,False
     if case.silent or ranks.some(case.is_wrong(plain)):
         case.make_controls() # if predictions differ from run to run, a deviation proves nothing
-        if not ranks.some(case.is_wrong(plain)) and ranks.some(wrong_first(case.half, amplified=True)): case.make_controls(torch.float32)
         deviates = not ranks.some(case.is_wrong(case.run_fp32(modules=False))) and case.is_wrong(plain)
     case.silent = ranks.some(case.spoilt(plain) or deviates)
     return case.faults(case.half)
