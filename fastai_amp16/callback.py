@@ -229,7 +229,7 @@ class DynamicMixedPrecision(MixedPrecision):
         self.step_taken()
         # if the model runs again in this batch, a second step begins; it cannot run again, since the weights have changed
         begin = partial(self.begin_step, step.batches.entry, False, is_second=True)
-        step.batches.entry.around_next = lambda call, aside: begin() or call()
+        step.batches.entry.around_next = lambda call, call_by: begin() or call()
 
     def after_cancel_step(self): # half precision may be why another callback has cancelled it
         step = self.step

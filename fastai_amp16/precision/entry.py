@@ -27,10 +27,17 @@ def _casts_keep_gradients():
         with torch.no_grad(): torch.mm(w, w)
         return torch.mm(w, w).requires_grad
 
+def _can_share():
+    "May this call use casts that an earlier one has made?"
+    if in_func() or in_backward(): return False
+    return torch.is_grad_enabled() and _casts_keep_gradients()
+
 class _SharedCasts:
     "Lets calls of a module in one batch share the casts that autocast has made of its weights, as long as no weight changes"
     def __init__(self, params): # of the model
-        self.params,self.called,self.marks = params,set(),None # modules called in this batch; the weights when the casts were made
+        self.params = params
+        self.called = set() # modules that were called in this batch
+        self.marks = None # the weights when the casts were made
 
     def forget(self):
         "The next call makes its own casts"
@@ -48,23 +55,34 @@ class _SharedCasts:
         "Before a call of `m`, forget the casts that it may not use, and let others use those that it makes if they may"
         is_first = m not in self.called
         self.called.add(m)
-        if is_first or not (_casts_keep_gradients() and torch.is_grad_enabled()) or in_func() or in_backward(): return self.forget()
-        now = marks([p for p in self.params if p.requires_grad and p.dtype==torch.float32 and not is_lazy(p)])
-        if self.marks is not None and now[0]==self.marks[0] and torch.equal(now[1], self.marks[1]): return
+        if is_first or not _can_share(): return self.forget()
+        (versions,norms),before = self._weights(),self.marks
+        if before and versions==before[0] and torch.equal(norms, before[1]): return
         self.forget()
-        self.marks = now
+        self.marks = versions,norms
         torch.autocast_increment_nesting() # or torch would forget them when the context is left
+
+    def _weights(self):
+        ps = [p for p in self.params if p.requires_grad and not is_lazy(p)]
+        return marks([p for p in ps if p.dtype==torch.float32])
 
 # %% ../../nbs/precision/05_entry.ipynb #e41e07fe
 _without = (DistributedDataParallel, torch.jit.ScriptModule) # modules that get no stand-in
 _came_in = 'nodes of the inputs of a forward pass' # a key in the metadata of the nodes of its results
 
+def _note_inputs(res, inputs):
+    "Let the graph of the results of a forward pass refer to that of its inputs, for `outside`"
+    came_in = [t.grad_fn or t.view_as(t).grad_fn for t in tensors(inputs) if t.requires_grad]
+    for t in tensors(res):
+        if t.grad_fn is not None and t.grad_fn not in came_in: t.grad_fn.metadata[_came_in] = came_in
+
 class Entry:
     "The stand-ins of one model, and the precision plan of its forward passes"
     def __init__(self):
-        self.model,self.inside,self.casts,self.passes = None,False,_SharedCasts([]),0 # `passes` in half precision, without recomputations
-        self._plan,self._roles,self.placed = None,{},{} # stand-ins by module and attribute
-        self.around_next = None # called instead of the next forward pass, with functions that make it and that try it by another plan
+        self.model,self.inside,self.casts = None,False,_SharedCasts([])
+        self.passes = 0 # in half precision, without recomputations
+        self._plan,self._roles,self.placed = None,{},{} # stand-ins by module and method
+        self.around_next = None # called instead of the next forward pass, with functions that make it and that make it by another plan
 
     @property
     def plan(self) -> PrecisionPlan: # `None` for forward passes in fp32
@@ -86,14 +104,16 @@ class Entry:
             self.leave()
             remove_stand_ins(model.modules(), of_all=True) # what a Ctrl-C left, or a fit around this one, which puts them back
             self.model,self.casts,self.placed = model,_SharedCasts([*model.parameters()]),dict.fromkeys(self._places(model))
-        for (m,k),f in self.placed.items():
-            if f is not None and vars(m).get(k) is f: continue
-            put_stand_in(m, self, self._roles.get(m) if k=='forward' else None, k)
-            self.placed[m,k] = vars(m)[k]
+        for (m,attr),f in self.placed.items():
+            if f is not None and vars(m).get(attr) is f: continue
+            put_stand_in(m, self, self._roles.get(m) if attr=='forward' else None, attr)
+            self.placed[m,attr] = vars(m)[attr]
 
     def _places(self, model):
+        "Pairs of a module and a method that get a stand-in"
         modules = [m for m in dict.fromkeys((*unwrapped(model), *model.modules())) if not isinstance(m, _without)]
-        return [*((m,'forward') for m in modules), *((m,compiled_call) for m in modules if vars(m).get(compiled_call) is not None)]
+        compiled = [m for m in modules if vars(m).get(compiled_call) is not None]
+        return [(m,'forward') for m in modules]+[(m,compiled_call) for m in compiled]
 
     def _stand_anew(self):
         if (model := self.model) is None: return
@@ -125,40 +145,41 @@ class Entry:
         kwargs:dict # Keyword arguments of the call
     ): # The result of the module, with half-precision tensors cast to fp32
         "Call a module from outside a forward pass"
-        plan = self._plan
-        # called by a `forward` that refers to a stand-in, after `leave`, or traced for use without half precision
-        if self.model is None or torch.jit.is_tracing() or is_exporting(): return run(m, args, kwargs)
-        if plan is None: # no code is compiled for the few batches that run in fp32
-            with eager(), true_fp32(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
-                return self._inside(run, m, cast_floats(args), cast_floats(kwargs))
-        # an activation checkpoint runs a part of a forward pass again, in the autocast of that
-        if in_backward() and (torch.is_autocast_enabled(plan.device_type) or not torch.is_autocast_cache_enabled()):
-            return self._inside(run, m, args, kwargs)
+        has_left = self.model is None # called by a `forward` that refers to a stand-in
+        if has_left or torch.jit.is_tracing() or is_exporting(): return run(m, args, kwargs)
+        if self._plan is None: return self._in_fp32(run, m, args, kwargs)
+        if in_backward() and self._is_in_autocast(): return self._inside(run, m, args, kwargs)
         return self._around(run, m, args, kwargs) if self.around_next else self._pass(run, m, args, kwargs)
+
+    def _is_in_autocast(self):
+        "Has an activation checkpoint restored the autocast of a forward pass, of which it runs a part again?"
+        return torch.is_autocast_enabled(self._plan.device_type) or not torch.is_autocast_cache_enabled()
 
     def _inside(self, run, m, args, kwargs):
         self.inside = True # the modules that it calls belong to this pass
         try: return run(m, args, kwargs)
         finally: self.inside = False
 
+    def _in_fp32(self, run, m, args, kwargs):
+        dev = next(self.model.parameters()).device.type
+        with eager(), true_fp32(), torch.autocast(dev, enabled=False): # no code is compiled for the few batches that run in fp32
+            return self._inside(run, m, cast_floats(args), cast_floats(kwargs))
+
     def _around(self, run, m, args, kwargs):
         around,self.around_next,before = self.around_next,None,self._plan
-        def aside(plan):
+        def call_by(plan):
             self.plan = plan
             # copies, since a module may write to inputs
             try: return self.call(run, m, *replace((args,kwargs), lambda t: t.detach().clone()))
             finally: self.plan = before
-        return around(partial(self.call, run, m, args, kwargs), aside)
+        return around(partial(self.call, run, m, args, kwargs), call_by)
 
     def _pass(self, run, m, args, kwargs):
         self.passes += 1
         self.casts.begin(m)
         with self._plan.autocast(): res = self._inside(run, m, args, kwargs)
         res = cast_floats(res, objects=3)
-        if torch.is_grad_enabled():
-            came_in = [t.grad_fn or t.view_as(t).grad_fn for t in tensors((args,kwargs)) if t.requires_grad]
-            for t in tensors(res):
-                if t.grad_fn is not None and t.grad_fn not in came_in: t.grad_fn.metadata[_came_in] = came_in
+        if torch.is_grad_enabled(): _note_inputs(res, (args,kwargs))
         return res
 
 def outside(
