@@ -18,7 +18,7 @@ from .names import as_list,find_modules
 from ..util.nested import half_types
 from ..util.torch_private import inside_compiled
 from .recurrent import recurrent_dtype
-from .stand_in import Role,as_it_is,in_fp32,in_half,in_true_fp32,own_code_in_fp32,own_forward,put_stand_in
+from .stand_in import Role,as_it_is,in_fp32,in_half,in_true_fp32,own_forward,put_stand_in
 from .stand_in import recurrent_in_bf16,remove_stand_ins
 
 # %% ../../nbs/precision/04_plan.ipynb #bc6706e7
@@ -193,7 +193,7 @@ class PrecisionPlan:
         if m in self.in_kept: return self._as(in_true_fp32)
         if is_norm(m): return self._norm_role(m)
         if m in self.in_fp32: return self._as(in_fp32) # inside a norm
-        if m in self.own_code_kept: return self._as(own_code_in_fp32)
+        if m in self.own_code_kept: return self._as(in_true_fp32)
         if m in self.recurrent_in_bf16: return self._as(recurrent_in_bf16)
         if m in self.in_own_code: return self._as(in_half, dtype=self.dtype)
 
