@@ -51,10 +51,11 @@ Learner.export = _export # fastai's own name, which `patch_to` would list as one
 def _state(mp):
     "What a checkpoint holds of mixed precision"
     random = mp.resumed or {**learner_random_states(mp.learn), 'ranks':list(mp.randoms[1:])}
-    return {'scaler':mp.scaler.state_dict(), 'healing':{'promoted':mp.promoted, 'fruitless':mp.log.fruitless}, 'random':random}
+    healing = {'promoted':mp.promoted, 'fruitless':mp.log.fruitless}
+    return {'scaler':mp.scaler.state_dict(), 'healing':healing, 'random':random}
 
 class _OptAndMore:
-    "Stands in for `learn.opt` while a checkpoint is saved or loaded: the optimizer with the state of the mixed precision"
+    "Stands in for `learn.opt` while a checkpoint is saved or loaded: the optimizer and the state of mixed precision"
     def __init__(self, opt, learn): self.opt,self.learn = opt,learn
     def state_dict(self):
         mp = running(self.learn)
@@ -77,7 +78,7 @@ def take_up(
     "Continue with the mixed precision of the last checkpoint; `to_fp16_dynamic` may come after `learn.load`"
     if (mp := running(learn)) is None or not (loaded := vars(learn).pop('_loaded', None)): return
     mp.resumed = _of_this_rank(loaded['random'])
-    if learn._grab_cbs(LRFinder): return # `lr_find` restores the weights, and keeps the scale and the promotions that it found
+    if learn._grab_cbs(LRFinder): return # `lr_find` restores the weights, and keeps the scale and promotions it found
     mp.plan = None
     if healing := loaded['healing']: mp.promoted,mp.log.fruitless = healing['promoted'],healing['fruitless']
     if scaler := loaded['scaler']: mp.scaler.load_state_dict(scaler)

@@ -90,7 +90,8 @@ def _in_fp32(mp):
 def _at_a_glance(mp):
     "What `mp` says of itself, by name"
     log,is_fitting = mp.log,mp.learn and mp.learn._fitting
-    return {'precision': mp.amp_mode.value, 'loss scale': f'{mp.scaler.get_scale():g}' if mp.scaler.is_enabled() else 'none',
+    scale = f'{mp.scaler.get_scale():g}' if mp.scaler.is_enabled() else 'none'
+    return {'precision': mp.amp_mode.value, 'loss scale': scale,
             'steps': len(log.steps), 'batches that ran again': sum(s.reruns>0 for s in log.steps),
             'skipped steps': log.n_skipped, 'in fp32': ', '.join(_in_fp32(mp)),
             'last fit': mp.stopped or ('not over yet' if is_fitting else log.ending)}
@@ -112,7 +113,7 @@ def plot(self:DynamicMixedPrecision,
     fit:int=None, # Plot this fit alone, by its number in `history`
     last:bool=False # Plot the last fit alone?
 ):
-    "Plot the loss scale, with the steps that ran again or were skipped, and the gradient norm, with the limit of clipping"
+    "Plot the loss scale, with steps that ran again or were skipped, and the gradient norm, with the limit of clipping"
     df = self.history
     if last: fit = df.fit.max()
     if fit is not None:
@@ -132,7 +133,7 @@ def looking(learn:Learner): # Any learner
 
 # %% ../nbs/01_learner.ipynb #2db57a38
 def _working(mixed):
-    "Those of these mixed precisions that work: the last `DynamicMixedPrecision`, or what was added after it; all if there is none"
+    "Those of `mixed` that work: the last `DynamicMixedPrecision`, or what was added after it; all if there is none"
     ours = [i for i,cb in enumerate(mixed) if isinstance(cb, DynamicMixedPrecision)]
     if not ours: return mixed
     last = ours[-1]
@@ -160,13 +161,15 @@ def _only_last(learn):
     try: yield
     finally:
         for cb,run in off: cb.run = run
-        has_our_scaler = isinstance(vars(learn).get('scaler'), DynamicScaler) # with which an export after `to_fp32` would need this package
-        if has_our_scaler and not learn._fitting: learn.scaler = None
+        # an export after `to_fp32` would need this package for our scaler
+        is_ours = isinstance(vars(learn).get('scaler'), DynamicScaler)
+        if is_ours and not learn._fitting: learn.scaler = None
 
 # %% ../nbs/01_learner.ipynb #842d7b8e
 def _with_stand_ins(learn, f):
-    "Run `f` with stand-ins on the modules of the model; at its end everything of torch is as before, even after a Ctrl-C"
-    if '_entry' in vars(learn) or not running(learn): return f() # a validation in a fit, or a learner of somebody else's
+    "Run `f` with stand-ins on the modules of the model; at its end torch's state is as before, even after a Ctrl-C"
+    is_inside = '_entry' in vars(learn) # a validation in a fit
+    if is_inside or not running(learn): return f()
     entry,before = Entry(),ThreadState(next((p.device.type for p in learn.model.parameters()), 'cpu'))
     def leave():
         before.put_back()

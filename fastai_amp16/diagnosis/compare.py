@@ -28,7 +28,7 @@ def _pairs(a, b):
     "Pairs of tensors in `a` and `b`, as strided tensors of real numbers"
     for x,y in zip(tensors(a), tensors(b)):
         if x.shape!=y.shape: continue # the shape depends on the values, as for boxes
-        x,y = x.detach(),y.detach() # even `isfinite` would save a tensor for a backward pass, and activation checkpoints count those
+        x,y = x.detach(),y.detach() # even `isfinite` would save a tensor, and activation checkpoints count those
         if x.layout!=torch.strided: x,y = x.to_dense(),y.to_dense()
         if x.is_complex(): x,y = torch.view_as_real(x),torch.view_as_real(y)
         yield x,y
@@ -64,18 +64,14 @@ def _distances(pairs, centered=False):
     squares = [_squares(x, y, centered) for x,y in pairs]
     return torch.stack(squares).sqrt().tolist() if squares else []
 
-def _ratio(distance, spread):
-    if not distance: return 0.
-    return distance/spread if spread else math.inf
-
 def _relative(distances):
     "The largest norm of a difference, relative to the norm of what is compared with"
-    return max((_ratio(*o) for o in distances), default=0.)
+    return max((d/spread if spread else math.inf for d,spread in distances if d), default=0.)
 
 def deviation(
     pred, # Predictions: tensors, or containers of tensors
     reference # The predictions as they should be
-) -> float: # 0 if both are the same, about 1 if they have nothing in common; infinite if all samples of the reference are the same
+) -> float: # 0 if both are the same, about 1 if they have nothing in common; infinite if all samples should be the same
     "The distance between two predictions, relative to how the reference differs from sample to sample"
     return _relative(_distances(_pairs(pred, reference), centered=True))
 
@@ -177,13 +173,15 @@ def _round(t, steps):
 def rounded(
     plan:PrecisionPlan # Says which layers compute in half precision, and in which
 ):
-    "A context in which layers that would compute in half precision round what they take in and give, as far as it differs from its mean"
+    "A context in which layers of half precision round what they take in and give, as far as it differs from its mean"
     steps = 0.25/torch.finfo(plan.dtype).eps # three bits less than it has
     def coarse(o): return replace(o, partial(_round, steps=steps))
+    def before(m, args, kwargs): return coarse((args,kwargs))
+    def after(m, args, out): return coarse(out)
     with ExitStack() as hooks:
         for m in filter(_is_rounded, plan.in_half):
-            hooks.enter_context(m.register_forward_pre_hook(lambda m, args, kwargs: coarse((args,kwargs)), with_kwargs=True))
-            hooks.enter_context(m.register_forward_hook(lambda m, args, out: coarse(out)))
+            hooks.enter_context(m.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(m.register_forward_hook(after))
         yield
 
 def _changes(ts, before):
@@ -202,7 +200,7 @@ def lost(
     before:dict, # What modules carried to the batch
     controls:tuple=None # As for `are_wrong`
 ) -> dict: # How far off the changes are, by name
-    "Find what modules carry to the next batch that changes otherwise than in fp32; what does not go on from what it was is never read"
+    "Find what modules carry to the next batch that changes otherwise than in fp32, if it goes on from what it was"
     res = {}
     for name in reference.left:
         off = _off_by(run, reference, name, before)
@@ -344,13 +342,21 @@ def _same_infinities(pred, reference):
 
 _first,_most = 16,256 # the gaps between steps that are compared begin with this number of steps, and double up to that
 
+def _is_silent(step, plan, beside, half, fp32):
+    "Is half precision at fault where `half` and `fp32` differ? Several processes do not know yet"
+    is_validation = not beside.learn.training
+    if is_validation and _same_infinities(half.pred, fp32.pred): beside.state.watches = False
+    if not beside.differ(half, fp32): return False
+    return step.ranks.size>1 or not beside.explained(half, fp32, plan)
+
 class Comparison:
     "Compares the predictions of a few batches with fp32's"
     def __init__(self): self.begin_fit()
 
     def begin_fit(self):
         "Compare the first step"
-        self.n,self.at,self.gap = 1,_first,2*_first # the present step, counted from 1; the next one to compare; the gap after that
+        self.n = 1 # the present step
+        self.at,self.gap = _first,2*_first # the next step to compare, and the gap after that
         self.is_due,self.weights = True,None # in the next step? at the last comparison
 
     def end_step(self, step:Step): # The step that ends
@@ -375,23 +381,18 @@ class Comparison:
     ): # The result of `call`
         """Compare the predictions of one batch
 
-        All processes do so in the same step; several of them run the controls together, in the diagnosis. Where memory is too small for it,
-        nothing is compared."""
+        All processes do so in the same step; several of them run the controls together, in the diagnosis. Where memory
+        is too small for it, nothing is compared."""
         batches = step.batches
         self.weights = batches.model_state.weights()
         if batches.learn.training: self.is_due = False
         beside = _if_memory_allows(lambda: _Beside(batches, call_by))
         fp32 = beside and beside.attempt(None)
-        ran,draws = zip(*step.ranks.gather((fp32 is not None, fp32 is not None and beside.draws)))
-        # where the batch's own call draws other numbers, half precision runs once more
-        half = beside.attempt(plan) if all(ran) and any(draws) else None
+        ran,draws = zip(*step.ranks.gather((fp32 is not None, bool(beside and beside.draws))))
+        half = None # where the batch's own call draws other numbers, half precision runs once more
+        if all(ran) and any(draws): half = beside.attempt(plan)
         res = call() # which raises what an attempt has raised, unless memory was too small for the comparison
         if all(ran) and (half or not any(draws)):
-            step.silent = bool(_if_memory_allows(lambda: self._is_wrong(step, plan, beside, half or beside.result(res), fp32)))
+            is_silent = _if_memory_allows(lambda: _is_silent(step, plan, beside, half or beside.result(res), fp32))
+            step.silent = bool(is_silent)
         return res
-
-    def _is_wrong(self, step, plan, beside, half, fp32):
-        "Is half precision at fault where `half` and `fp32` differ? Several processes do not know yet"
-        if not beside.learn.training and _same_infinities(half.pred, fp32.pred): step.batches.model_state.watches = False
-        if not beside.differ(half, fp32): return False
-        return step.ranks.size>1 or not beside.explained(half, fp32, plan)

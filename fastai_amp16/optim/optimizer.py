@@ -18,12 +18,12 @@ def _like(p, t):
     return torch.empty_like(p).copy_(t)
 
 class FusedAdam(Optimizer):
-    """fastai's `Adam` (AdamW with `decouple_wd=True`), computed by torch's fused kernel: a few multi-tensor calls per step
+    """fastai's `Adam` (AdamW with `decouple_wd=True`), by torch's fused kernel: a few multi-tensor calls per step
 
-    It has the hyper-parameters and the state of fastai's `Adam` (`grad_avg` and `sqr_avg` in the shape of the parameter,
-    `step` as an `int`), so you can load a checkpoint of one into the other. Parameters with `do_wd=False` in their state are
-    not decayed (`wd_bn_bias=False` sets that), parameters that do not require a gradient do not change, and `zero_grad` sets
-    gradients to `None`. Raises `TypeError` for complex parameters.
+    It has the hyper-parameters and the state of fastai's `Adam` (`grad_avg` and `sqr_avg` in the shape of the
+    parameter, `step` as an `int`), so you can load a checkpoint of one into the other. Parameters with `do_wd=False` in
+    their state are not decayed (`wd_bn_bias=False` sets that), parameters that do not require a gradient do not change,
+    and `zero_grad` sets gradients to `None`. Raises `TypeError` for complex parameters.
 
     Sources: Kingma and Ba, Adam (https://arxiv.org/abs/1412.6980); Loshchilov and Hutter, Decoupled Weight Decay
     Regularization (https://arxiv.org/abs/1711.05101)."""
@@ -32,14 +32,15 @@ class FusedAdam(Optimizer):
         lr:float|slice, # Default learning rate
         mom:float=0.9, # Gradient moving average (β1) coefficient
         sqr_mom:float=0.99, # Gradient squared moving average (β2) coefficient
-        eps:float=1e-5, # Added to the root of the average squared gradient; the default is fastai's, and `AdamW16` sets 1e-4
+        eps:float=1e-5, # Added to the root of the average squared gradient; fastai's default, and `AdamW16` sets 1e-4
         wd:Real=0.01, # Optional weight decay (true or L2)
         decouple_wd:bool=True # Apply true weight decay (AdamW) or L2 regularization (Adam)
     ):
         super().__init__(params, [], lr=lr, mom=mom, sqr_mom=sqr_mom, eps=eps, wd=wd)
         self.decouple_wd = decouple_wd
         if any(p.is_complex() for p in self.param_lists.concat()):
-            raise TypeError("FusedAdam takes no complex parameters: use fastai's Adam, for example opt_func=partial(Adam, eps=1e-4).")
+            raise TypeError("FusedAdam takes no complex parameters: "
+                            "use fastai's Adam, for example opt_func=partial(Adam, eps=1e-4).")
 
     def zero_grad(self):
         "Set all gradients to `None`, so that parameters without a new gradient are not updated"
@@ -54,7 +55,7 @@ class FusedAdam(Optimizer):
         return state
 
     def _tensors(self, p, state):
-        "Parameter, gradient and averages in one layout, as the kernel needs them: without gaps, all with the same strides"
+        "Parameter, gradient and averages as the kernel needs them: without gaps, all with the same strides"
         g,avg,sqr = p.grad,state['grad_avg'],state['sqr_avg']
         is_here = avg.device==p.device # a checkpoint may have been loaded onto the CPU
         if is_here and p.stride()==g.stride()==avg.stride()==sqr.stride(): return p,g,avg,sqr
@@ -85,7 +86,8 @@ class FusedAdam(Optimizer):
     def _update(self, tensors, lr, mom, sqr_mom, eps, wd, n):
         "Take a step for parameters with the same hyper-parameters, which is the `n`th one for each"
         fused = fused_adamw if self.decouple_wd else fused_adam
-        fused(*map(list, zip(*tensors)), [], [n]*len(tensors), lr=lr, beta1=mom, beta2=sqr_mom, weight_decay=wd, eps=eps,
+        ps,grads,avgs,sqrs = map(list, zip(*tensors))
+        fused(ps, grads, avgs, sqrs, [], [n]*len(ps), lr=lr, beta1=mom, beta2=sqr_mom, weight_decay=wd, eps=eps,
               amsgrad=False, maximize=False)
 
 # %% ../../nbs/optim/00_optimizer.ipynb #17f0fadc
@@ -123,7 +125,7 @@ def _fastais_rms_prop(kwargs):
     return partial(Optimizer, cbs=list(opt.cbs), **hypers)
 
 def as_fastais(
-    opt_func:Callable # An optimizer of this package, a partial of one, or any other `opt_func`, which is returned as it is
+    opt_func:Callable # An optimizer of this package, a partial of one, or any other one, which is returned as it is
 ) -> Callable: # Without a name of this package
     "The same optimizer, made of fastai's own"
     f,kwargs = opt_func,{}

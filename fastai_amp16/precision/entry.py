@@ -6,7 +6,6 @@
 __all__ = ['Entry', 'outside']
 
 # %% ../../nbs/precision/05_entry.ipynb #8252ec31
-import functools
 from functools import partial
 import torch
 from torch import nn
@@ -19,21 +18,17 @@ from .plan import PrecisionPlan,unwrapped
 from .stand_in import put_stand_in,remove_stand_ins
 
 # %% ../../nbs/precision/05_entry.ipynb #85b29704
-@functools.cache
-def _casts_keep_gradients():
-    "Has a cast that was made without gradients a graph where it is used with them? It has none in torch 2.6"
-    w = torch.ones(1, 1, requires_grad=True)
-    with torch.autocast('cpu', dtype=torch.bfloat16):
-        with torch.no_grad(): torch.mm(w, w)
-        return torch.mm(w, w).requires_grad
-
 def _can_share():
     "May this call use casts that an earlier one has made?"
     if in_func() or in_backward(): return False
-    return torch.is_grad_enabled() and _casts_keep_gradients()
+    return torch.is_grad_enabled()
+
+def _are_equal(a, b):
+    "Are these `marks` the same?"
+    return a[0]==b[0] and torch.equal(a[1], b[1])
 
 class _SharedCasts:
-    "Lets calls of a module in one batch share the casts that autocast has made of its weights, as long as no weight changes"
+    "Lets calls of a module in one batch share the casts of its weights that autocast makes, until a weight changes"
     def __init__(self, params): # of the model
         self.params = params
         self.called = set() # modules that were called in this batch
@@ -56,10 +51,10 @@ class _SharedCasts:
         is_first = m not in self.called
         self.called.add(m)
         if is_first or not _can_share(): return self.forget()
-        (versions,norms),before = self._weights(),self.marks
-        if before and versions==before[0] and torch.equal(norms, before[1]): return
+        now = self._weights()
+        if self.marks and _are_equal(now, self.marks): return
         self.forget()
-        self.marks = versions,norms
+        self.marks = now
         torch.autocast_increment_nesting() # or torch would forget them when the context is left
 
     def _weights(self):
@@ -82,7 +77,8 @@ class Entry:
         self.model,self.inside,self.casts = None,False,_SharedCasts([])
         self.passes = 0 # in half precision, without recomputations
         self._plan,self._roles,self.placed = None,{},{} # stand-ins by module and method
-        self.around_next = None # called instead of the next forward pass, with functions that make it and that make it by another plan
+        # called instead of the next forward pass, with a function that makes it, and one that makes it by another plan
+        self.around_next = None
 
     @property
     def plan(self) -> PrecisionPlan: # `None` for forward passes in fp32
@@ -99,11 +95,13 @@ class Entry:
     def stand(self,
         model:nn.Module # `learn.model`, wrapped or not
     ):
-        "Put stand-ins on all modules of `model`, except on `DistributedDataParallel` itself, and on what was given another `forward` since"
+        "Put stand-ins on the modules of `model`, and again on those that were given another `forward` since"
         if model is not self.model:
             self.leave()
-            remove_stand_ins(model.modules(), of_all=True) # what a Ctrl-C left, or a fit around this one, which puts them back
-            self.model,self.casts,self.placed = model,_SharedCasts([*model.parameters()]),dict.fromkeys(self._places(model))
+            # what a Ctrl-C has left, or a fit around this one, which puts them back
+            remove_stand_ins(model.modules(), of_all=True)
+            self.model,self.casts = model,_SharedCasts([*model.parameters()])
+            self.placed = dict.fromkeys(self._places(model))
         for (m,attr),f in self.placed.items():
             if f is not None and vars(m).get(attr) is f: continue
             put_stand_in(m, self, self._roles.get(m) if attr=='forward' else None, attr)
@@ -145,8 +143,8 @@ class Entry:
         kwargs:dict # Keyword arguments of the call
     ): # The result of the module, with half-precision tensors cast to fp32
         "Call a module from outside a forward pass"
-        has_left = self.model is None # called by a `forward` that refers to a stand-in
-        if has_left or torch.jit.is_tracing() or is_exporting(): return run(m, args, kwargs)
+        if self.model is None: return run(m, args, kwargs) # after `leave`, by a `forward` that refers to a stand-in
+        if torch.jit.is_tracing() or is_exporting(): return run(m, args, kwargs)
         if self._plan is None: return self._in_fp32(run, m, args, kwargs)
         if in_backward() and self._is_in_autocast(): return self._inside(run, m, args, kwargs)
         return self._around(run, m, args, kwargs) if self.around_next else self._pass(run, m, args, kwargs)
@@ -162,7 +160,8 @@ class Entry:
 
     def _in_fp32(self, run, m, args, kwargs):
         dev = next(self.model.parameters()).device.type
-        with eager(), true_fp32(), torch.autocast(dev, enabled=False): # no code is compiled for the few batches that run in fp32
+        # no code is compiled for the few batches that run in fp32
+        with eager(), true_fp32(), torch.autocast(dev, enabled=False):
             return self._inside(run, m, cast_floats(args), cast_floats(kwargs))
 
     def _around(self, run, m, args, kwargs):
