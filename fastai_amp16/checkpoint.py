@@ -23,12 +23,12 @@ def fastais_own(
 
 _fastais_getstate,_fastais_export = [fastais_own(Learner, o) for o in ('__getstate__','export')]
 
-def _is_ours(o): return any(c.__module__.split('.')[0]=='fastai_amp16' for c in type(o).__mro__)
+def _of_this_package(o): return any(c.__module__.split('.')[0]=='fastai_amp16' for c in type(o).__mro__)
 
 def _for_export(state):
     "The attributes of a learner without what is of this package: callbacks, metrics, the scaler"
-    res = {k: v for k,v in state.items() if not _is_ours(v)}
-    for k in ('cbs','_metrics'): res[k] = state[k].filter(_is_ours, negate=True)
+    res = {k: v for k,v in state.items() if not _of_this_package(v)}
+    for k in ('cbs','_metrics'): res[k] = state[k].filter(_of_this_package, negate=True)
     return {**res, 'opt_func':as_fastais(state['opt_func'])}
 
 _of_a_fit = '_entry','_fitting','_exporting','_loaded' # attributes that a learner has while it fits, exports or loads

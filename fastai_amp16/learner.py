@@ -50,7 +50,7 @@ def _use(learn, mode, kwargs):
     take_up(learn.remove_cbs(old).add_cb(new))
     return learn
 
-def _explained(f):
+def _with_arguments(f):
     "Add a line for each argument to the docstring, for `?` and `help`"
     args = {k: o for k,o in docments(f, full=True).items() if o.docment and k!='return'}
     lines = [f"{k}={o.default!r}: {' '.join(o.docment.split())}" for k,o in args.items()]
@@ -58,7 +58,7 @@ def _explained(f):
     return f
 
 @patch
-@_explained
+@_with_arguments
 @delegates(DynamicMixedPrecision, but=['amp_mode'])
 def to_fp16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
     """Train in fp16 with `DynamicMixedPrecision`, which replaces any other mixed precision; `to_fp32` ends it
@@ -68,7 +68,7 @@ def to_fp16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
     return _use(self, 'fp16', kwargs)
 
 @patch
-@_explained
+@_with_arguments
 @delegates(DynamicMixedPrecision, but=['amp_mode',*signature(DynamicScaler).parameters])
 def to_bf16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
     """Train in bf16 with `DynamicMixedPrecision`, which replaces any other mixed precision; `to_fp32` ends it
@@ -77,7 +77,7 @@ def to_bf16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
     return _use(self, 'bf16', kwargs)
 
 # %% ../nbs/01_learner.ipynb #9c96638e
-def _in_fp32(mp):
+def _kept(mp):
     "What stays in fp32, and since when"
     yield 'norms'
     for o in as_list(mp.keep_fp32):
@@ -93,7 +93,7 @@ def _at_a_glance(mp):
     scale = f'{mp.scaler.get_scale():g}' if mp.scaler.is_enabled() else 'none'
     return {'precision': mp.amp_mode.value, 'loss scale': scale,
             'steps': len(log.steps), 'batches that ran again': sum(s.reruns>0 for s in log.steps),
-            'skipped steps': log.n_skipped, 'in fp32': ', '.join(_in_fp32(mp)),
+            'skipped steps': log.n_skipped, 'in fp32': ', '.join(_kept(mp)),
             'last fit': mp.stopped or ('not over yet' if is_fitting else log.ending)}
 
 @patch

@@ -264,12 +264,12 @@ def _off(s):
 def _is_wrong(frame, s, control):
     "Is the result `s` of a call wrong, though what it took in is nearly right?"
     if (d := _off(s))<=wrong: return False
-    explained = [_off(o) for o in frame.ins]
+    expected = [_off(o) for o in frame.ins]
     rounding = control.seen.get(s.place) if control else None
     if rounding and rounding.sample is not None:
         if rounding.sample.shape!=s.sample.shape: return False # rounding changes how many numbers there are
-        explained.append(_off(rounding))
-    return d>_farther*max(explained, default=0.)
+        expected.append(_off(rounding))
+    return d>_farther*max(expected, default=0.)
 
 def wrong_first(
     run:Recording, # In half precision, with the one in fp32 as its reference

@@ -60,10 +60,11 @@ class RecurrentInBf16(TorchFunctionMode):
         self.device_type = device_type
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func not in _calls: return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func not in _calls: return func(*args, **kwargs)
         args = cast_floats(args, torch.bfloat16, (torch.float32,torch.float16))
         quietly = _without_warning() if self.device_type=='cuda' else nullcontext()
-        with torch.autocast(self.device_type, enabled=False), quietly: return func(*args, **(kwargs or {}))
+        with torch.autocast(self.device_type, enabled=False), quietly: return func(*args, **kwargs)
 
 # %% ../../nbs/precision/00_recurrent.ipynb #18cd8217
 def is_recurrent_with_dropout(

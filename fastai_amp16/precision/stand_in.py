@@ -26,7 +26,7 @@ class Role(NamedTuple):
     run:Callable # One of the functions below
     options:dict # Its keyword arguments
 
-def _in_fp32(args, kwargs):
+def _cast(args, kwargs):
     "Arguments of a call, cast to fp32"
     args = [cast_floats(o) for o in args]
     return args,kwargs and {k: cast_floats(v) for k,v in kwargs.items()}
@@ -51,7 +51,7 @@ def in_fp32(
     if not torch.is_autocast_enabled(dev): return f(m, *args, **kwargs)
     first,*_ = *args,*kwargs.values(),None
     given = getattr(first, 'dtype', None)
-    if not reads_half: args,kwargs = _in_fp32(args, kwargs)
+    if not reads_half: args,kwargs = _cast(args, kwargs)
     res = _without_autocast(f, m, args, kwargs, dev)
     return cast_floats(res, given, (torch.float32,)) if as_given and given in half_types else res
 
@@ -63,7 +63,7 @@ def in_true_fp32(
 ): # What `f` returns
     "Run a module, or its own code alone, in fp32 where autocast is on; TF32 has too few digits"
     if not torch.is_autocast_enabled(dev): return f(m, *args, **kwargs)
-    args,kwargs = _in_fp32(args, kwargs)
+    args,kwargs = _cast(args, kwargs)
     all_digits = nullcontext() if torch.compiler.is_compiling() else true_fp32()
     # without a cache as a mark for `in_half`, which an activation checkpoint restores
     with all_digits, torch.autocast(dev, enabled=False, cache_enabled=False): return f(m, *args, **kwargs)
