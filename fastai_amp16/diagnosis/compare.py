@@ -98,11 +98,11 @@ def _loss(learn, pred, yb):
     try: # with hooks, so that those of an activation checkpoint around the model do not see these tensors
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(same, same):
             loss = learn.loss_func(replace(pred, leaf), *yb).sum()
-            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True) # zeros for what is unused
     except Exception as e:
         if is_out_of_memory(e): raise
         return None
-    return loss.detach(),[(t.detach(),torch.zeros_like(t) if g is None else g) for t,g in zip(leaves, grads)]
+    return loss.detach(),[(t.detach(),g) for t,g in zip(leaves, grads)]
 
 def _loss_sums(learn, pred, reference, yb):
     "What `loss_change` adds up over parts of a batch; `None` if the loss function cannot take predictions"
@@ -370,7 +370,8 @@ class Comparison:
 
     def knows(self, state:ModelState): # Of the model
         "Are the weights those of the last comparison?"
-        (marks,few),(now,ts) = self.weights or (None,()),state.weights()
+        if self.weights is None: return False
+        (marks,few),(now,ts) = self.weights,state.weights()
         return marks==now and all(map(torch.equal, few, ts))
 
     def make(self,
