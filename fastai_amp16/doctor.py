@@ -12,9 +12,10 @@ from typing import NamedTuple
 from fastai.basics import *
 from fastai.callback.channelslast import ChannelsLast
 from .util.nested import half_types
-from .precision.plan import class_named,convs,names_of,unwrap
+from .precision.names import class_named,keep_code,listed,names_of
+from .precision.plan import convs,unwrap
 from .precision.recurrent import cudnn_has_bf16,emulates_bf16
-from .diagnosis.report import code_hint,keep_code,listed,styler
+from .diagnosis.report import code_hint,styler
 from .diagnosis.diagnose import diagnose
 from .learner import looking
 from .ask import training_case

@@ -358,14 +358,14 @@ def _silent(rank, on_spiral):
 def test_a_silent_failure_of_one_rank_is_a_matter_of_all(ranks, on_spiral): ranks(_silent, on_spiral)
 
 class Coarse(nn.Module):
-    "Where `on`: differs from fp32 in a validation, in a moving average that it keeps, or by sines of large angles"
+    "Where `on`: differs from fp32 in a validation, or in a moving average that it keeps; or is chaotic"
     on = False
     def __init__(self, where): super().__init__(); self.where,self.mean = where,torch.full((16,), 900.)
     def forward(self, x):
         if not self.on or (self.where=='valid')==self.training: return x
         if self.where=='carried': self.mean = 0.99*self.mean+0.01*(x.detach()+900).mean(0)
         if self.where=='valid': return x+4000-4000
-        return (2000*x).sin() if self.where=='sines' else logistic(x.sigmoid()) if self.where=='chaos' else x
+        return logistic(x.sigmoid()) if self.where=='chaos' else x
 
 def logistic(h):
     for _ in range(12): h = 3.9*h*(1-h)
@@ -380,8 +380,7 @@ def _differs(rank, where, kept):
     assert mp.promoted==kept and [r.sentence.startswith('On rank 1: ') for r in mp.reports]==[True]*len(kept) and mp.n_skipped==0
     assert mp.history.step[mp.history.reruns>0].tolist()==([] if where=='valid' else [0])
 
-@pytest.mark.parametrize('where,kept', [('valid',['2']),('carried',['2']),('sines',['0']),('chaos',[])],
-                         ids=['valid','carried','sines','chaos'])
+@pytest.mark.parametrize('where,kept', [('valid',['2']),('carried',['2']),('chaos',[])], ids=['valid','carried','chaos'])
 def test_what_differs_from_fp32_on_one_rank_is_healed_on_all_unless_it_is_chaos(ranks, where, kept): ranks(_differs, where, kept)
 
 def _few_samples(rank):

@@ -186,7 +186,7 @@ def check_search(index):
     boosts = {o['location'].split('#')[0]: o['boost'] for o in entries}
     assert not any(o.startswith('source/') for o in boosts)
     assert boosts['tutorials/epsilon.html']>boosts['train/scaler.html']>boosts['util/nested.html']
-    assert not any('def _in_half' in o['words'] for o in entries if o['location'].startswith('precision/plan'))
+    assert not any('def _norm_role' in o['words'] for o in entries if o['location'].startswith('precision/plan'))
     assert index['config']['fields']['title']['boost']<100 # else a word in a title beats any number of words in a text
 
 def test_site(tmp_path):

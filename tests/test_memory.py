@@ -109,7 +109,7 @@ def test_where_there_is_room_for_the_batch_alone_nothing_is_compared(to, dtype, 
 def too_small(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
 
 @both
-@pytest.mark.parametrize('where', ['deviation','loss_change','_are_meant','rounded','lost','sampled','AllNoted'])
+@pytest.mark.parametrize('where', ['deviation','loss_change','_same_infinities','rounded','lost','sampled','AllNoted'])
 def test_wherever_memory_is_too_small(where, to, dtype, monkeypatch, recwarn):
     "In what differs, the loss on predictions, a control or the notes: the fit ends as without the comparison"
     def level(): return nn.Sequential(Words(), Level())

@@ -4,7 +4,8 @@ from html.parser import HTMLParser
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest,torch
-from fastai_amp16.diagnosis.report import PrecisionReport,as_html,listed
+from fastai_amp16.diagnosis.report import PrecisionReport,as_html
+from fastai_amp16.precision.names import listed
 
 pytestmark = pytest.mark.filterwarnings('error') # pandas announces what it will change
 

@@ -13,7 +13,9 @@ from fastai.basics import *
 from .compare import are_wrong,lost,rounded,wrong_first
 from ..precision.comparable import comparable,eager
 from ..util.nested import cast_floats
-from ..precision.plan import PrecisionPlan,as_list,own_forward
+from ..precision.names import as_list
+from ..precision.plan import PrecisionPlan
+from ..precision.stand_in import own_forward
 from ..util.torch_private import is_out_of_memory
 from .record import Recording,loss_name,sampled
 from ..train.rerun import Left,not_faults
@@ -203,10 +205,10 @@ class Case:
         "What modules carry to the batches, which are not running now"
         return sampled(self.batches.model_state.carried())
 
-    def make_controls(self, dtype:torch.dtype=None): # as in `rounded`
+    def make_controls(self):
         "Run the batches in fp32 with rounded outputs, for `is_wrong`; all ranks must call this"
         def in_rounded(): # since hooks that were set before are removed when a run begins
-            with rounded(self.plan(), dtype): self.f()
+            with rounded(self.plan()): self.f()
         def twice():
             with suppress(Left): self.f()
             self.f()

@@ -7,29 +7,31 @@ __all__ = ['wrong', 'deviation', 'bits_lost', 'LossChange', 'loss_change', 'roun
            'Comparison']
 
 # %% ../../nbs/diagnosis/01_compare.ipynb #1ea8669a
-import itertools,math,operator
-from contextlib import contextmanager,nullcontext
+import math,operator
+from contextlib import ExitStack,contextmanager,nullcontext
 from typing import NamedTuple
 from fastai.basics import *
 from ..precision.comparable import comparable,eager
-from ..util.nested import all_tensors,half_types,replace,tensors
+from ..util.nested import all_tensors,replace,tensors
 from ..precision.plan import PrecisionPlan
 from ..util.torch_private import compiled,is_out_of_memory
-from .record import Recording,loss_name,sampled
+from .record import Recording,sampled
 from ..train.snapshot import AllNoted,ModelState,unchanged
 from ..train.step import Step
 
 # %% ../../nbs/diagnosis/01_compare.ipynb #e952630e
 def _at_once(n):
-    "How many of `n` numbers to compare at once: that takes memory for a few times as many, and a GPU takes as long for a few as for many"
-    return max(2**18, n//16)
+    "How many of `n` numbers to compare at once: that takes memory for a few times as many in float64"
+    return max(2**16, n//16)
 
 def _pairs(a, b):
-    "Pairs of tensors in `a` and `b`"
+    "Pairs of tensors in `a` and `b`, as strided tensors of real numbers"
     for x,y in zip(tensors(a), tensors(b)):
         if x.shape!=y.shape: continue # the shape depends on the values, as for boxes
-        x,y = x.detach(),y.detach() # even `isfinite` would save a tensor for a backward pass, and activation checkpoints count those
-        yield (x,y) if x.layout==torch.strided else (x.to_dense(),y.to_dense())
+        x,y = x.detach(),y.detach() # even `isfinite` would save a tensor, and activation checkpoints count those
+        if x.layout!=torch.strided: x,y = x.to_dense(),y.to_dense()
+        if x.is_complex(): x,y = torch.view_as_real(x),torch.view_as_real(y)
+        yield x,y
 
 def _parts(t, most, dim=1):
     "Parts of `t` of about `most` numbers, each with all samples"
@@ -48,32 +50,28 @@ def _centered(y):
     y = y-y[:1]
     return y-y.mean(0)
 
-def _squares(x, y, centered, cast):
+def _squares(x, y, centered):
     "The squared norms of `x-y` and of `y`, centered or not"
-    if x.is_complex(): x,y = torch.view_as_real(x),torch.view_as_real(y)
-    res = 0.
-    for x,y in zip(*(_parts(o, _at_once(o.numel())) for o in (x,y))): # noqa: B020
-        x,y = cast(x, y)
+    res,most = 0.,_at_once(x.numel())
+    for x,y in zip(_parts(x, most), _parts(y, most)): # noqa: B020
+        x,y = _in_float64(x, y)
         both = x-y,_centered(y) if centered else y
-        res = res+torch.stack([torch.linalg.vector_norm(o).double().square() for o in both])
+        res = res+torch.stack([*map(torch.linalg.vector_norm, both)]).square()
     return res
 
 def _distances(pairs, centered=False):
     "For each pair, the norms of its difference and of the second tensor (`centered`: without the mean over samples)"
-    pairs = list(pairs)
-    def read(pairs, cast): return torch.stack([_squares(*o, centered, cast) for o in pairs]).sqrt().tolist() if pairs else []
-    def fast(x, y): return x,y.float() if y.dtype in half_types else y
-    def exact(pair): return read([pair], _in_float64)[0]
-    return [o if all(map(math.isfinite, o)) else exact(pair) for o,pair in zip(read(pairs, fast), pairs)]
+    squares = [_squares(x, y, centered) for x,y in pairs]
+    return torch.stack(squares).sqrt().tolist() if squares else []
 
-def _relative(sizes):
-    "The largest of the sizes of differences, relative to those of what they are compared with"
-    return max((d/spread if spread else math.inf for d,spread in sizes if d), default=0.)
+def _relative(distances):
+    "The largest norm of a difference, relative to the norm of what is compared with"
+    return max((d/spread if spread else math.inf for d,spread in distances if d), default=0.)
 
 def deviation(
     pred, # Predictions: tensors, or containers of tensors
     reference # The predictions as they should be
-) -> float: # 0 if both are the same, about 1 if they have nothing in common; infinite if all samples of the reference are the same
+) -> float: # 0 if both are the same, about 1 if they have nothing in common; infinite if all samples should be the same
     "The distance between two predictions, relative to how the reference differs from sample to sample"
     return _relative(_distances(_pairs(pred, reference), centered=True))
 
@@ -84,8 +82,10 @@ def bits_lost(
     dtype:torch.dtype # The half precision
 ) -> float: # 0 for what is only rounded, NaN where nothing is known, or all samples are the same
     "How many of its significant bits `dtype` loses in `t`"
-    d,rounding = deviation(t, reference) if t is not None and reference is not None else math.inf,torch.finfo(dtype).eps/2
-    return math.log2(min(max(d/rounding, 1.), 1/rounding)) if d<math.inf else math.nan
+    d = math.inf if t is None or reference is None else deviation(t, reference)
+    if d==math.inf: return math.nan
+    rounding = torch.finfo(dtype).eps/2
+    return math.log2(min(max(d/rounding, 1.), 1/rounding))
 
 def _loss(learn, pred, yb):
     "The loss, and each tensor of predictions with its gradient; `None` if the loss function cannot take these"
@@ -98,29 +98,31 @@ def _loss(learn, pred, yb):
     try: # with hooks, so that those of an activation checkpoint around the model do not see these tensors
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(same, same):
             loss = learn.loss_func(replace(pred, leaf), *yb).sum()
-            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True) # zeros for what is unused
     except Exception as e:
         if is_out_of_memory(e): raise
         return None
-    return loss.detach(),[(t.detach(),torch.zeros_like(t) if g is None else g) for t,g in zip(leaves, grads)]
-
-def _chunks(pred, yb):
-    "In how many chunks of samples to look at the loss: with large predictions, it would need room for several times their size"
-    n,ts = sum(t.numel() for t in tensors(pred)),all_tensors((pred,yb))
-    n //= _at_once(n)
-    if n<2: return 1
-    return min(n, len(ts[0])) if all(t.dim() and len(t)==len(ts[0]) for t in ts) else 1
+    return loss.detach(),[(t.detach(),g) for t,g in zip(leaves, grads)]
 
 def _loss_sums(learn, pred, reference, yb):
-    "What `loss_change` adds up: a row for the loss, and one for each tensor; `None` if the loss function cannot take predictions"
-    res = [_loss(learn, o, yb) for o in (reference,pred)]
-    if None in res: return
-    (loss,old),(other,new) = res
-    rows = [[other-loss, loss, *loss.new_zeros(2)]]
-    for (y,g),(x,h) in zip(old, new):
+    "What `loss_change` adds up over parts of a batch; `None` if the loss function cannot take predictions"
+    old,new = _loss(learn, reference, yb),_loss(learn, pred, yb)
+    if old is None or new is None: return
+    loss,sums = old[0],0.
+    for (y,g),(x,h) in zip(old[1], new[1]):
         d,g,h = (o.double() for o in (torch.where(x.isfinite() & y.isfinite(), x-y, 0),g,h))
-        rows.append([((h-g)*d).sum(), g.square().sum(), d.square().sum(), (g*d).abs().sum()])
-    return torch.stack([torch.stack([o.to(loss.device, torch.float64) for o in row]) for row in rows])
+        terms = (h-g)*d,g*g,d*d,(g*d).abs()
+        sums = sums+torch.stack([o.sum().to(loss.device) for o in terms])
+    return torch.cat([torch.stack([new[0]-loss, loss]).double(), sums])
+
+def _n_parts(pred, yb):
+    "In how many parts to look at the loss: with large predictions, it would need room for several times their size"
+    n = sum(t.numel() for t in tensors(pred))
+    n //= _at_once(n)
+    n_samples = {len(t) if t.dim() else 0 for t in all_tensors((pred,yb))}
+    return max(1, min(n, *n_samples)) if len(n_samples)==1 else 1
+
+def _part(o, i, n): return o if n==1 else replace(o, lambda t: t.tensor_split(n)[i])
 
 class LossChange(NamedTuple):
     "What a loss makes of the difference between predictions and a reference"
@@ -137,15 +139,14 @@ def loss_change(
 ) -> LossChange: # `None` if there are no targets, or the loss function cannot take such predictions
     "Find what the loss makes of a difference between predictions"
     if not learn.yb: return
-    def chunk(o, i, n): return o if n==1 else replace(o, lambda t: t.tensor_split(n)[i])
-    for n in {_chunks(reference, learn.yb): None, 1: None}: # where a loss function cannot take a chunk, it may take the batch
-        sums = [_loss_sums(learn, *(chunk(o, i, n) for o in (pred,reference,learn.yb))) for i in range(n)]
-        if not any(o is None for o in sums): break
+    batch = pred,reference,learn.yb
+    for n in sorted({_n_parts(reference, learn.yb),1}, reverse=True): # what takes no part of a batch may take all of it
+        sums = [_loss_sums(learn, *_part(batch, i, n)) for i in range(n)]
+        if all(o is not None for o in sums): break
     else: return
-    (change,value,*_),*rows = torch.stack(sums).sum(0).tolist()
-    dot,squares,off,most = map(sum, zip(*rows))
-    size = math.sqrt(squares*off)
-    return LossChange(abs(dot)/size if dot and size else 0., abs(change), most, abs(value), math.sqrt(squares))
+    change,loss,dot,gradient,difference,most = sum(sums).tolist()
+    size = math.sqrt(gradient*difference)
+    return LossChange(abs(dot)/size if size else 0., abs(change), most, abs(loss), math.sqrt(gradient))
 
 # %% ../../nbs/diagnosis/01_compare.ipynb #3d0c9b52
 _half_layers = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase)
@@ -154,28 +155,44 @@ _times = 3 # a deviation less than so many times the control's is rounding
 _matters = 0.01 # a smaller deviation, of the loss or of predictions, does not matter
 _harmless = 0.03 # nor does a difference by which the loss could change by less
 
+def _is_rounded(m):
+    "Does `m` round what it takes in and gives, as layers with weights do?"
+    if isinstance(m, (nn.Embedding,torch.jit.ScriptModule)): return False
+    return isinstance(m, _half_layers) or next(m.parameters(recurse=False), None) is not None
+
+def _round(t, steps):
+    "Round how `t` differs from its mean over samples, to so many steps between powers of 2"
+    if not t.is_floating_point(): return t
+    has_mean = t.dim()>1 and len(t)>1
+    level = t.mean(0, keepdim=True) if has_mean else 0
+    mantissa,exponent = torch.frexp(t-level)
+    res = torch.ldexp((mantissa*steps).round()/steps, exponent)+level
+    return torch.where(res.isfinite(), t+(res-t).detach(), t) # a mask may hold infinities
+
 @contextmanager
 def rounded(
-    plan:PrecisionPlan, # Says which layers compute in half precision
-    dtype:torch.dtype=None # Round to this precision; by default to that of `plan`
+    plan:PrecisionPlan # Says which layers compute in half precision, and in which
 ):
-    "A context in which layers that would compute in half precision round what they take in and give, as far as it differs from its mean"
-    def rounds(t):
-        if not t.is_floating_point(): return t
-        level = t.mean(0, keepdim=True) if t.dim()>1 and len(t)>1 else 0
-        mantissa,exponent = torch.frexp(t-level)
-        res = torch.ldexp((mantissa*steps).round()/steps, exponent)+level
-        return torch.where(res.isfinite(), t+(res-t).detach(), t) # a mask may hold infinities
-    steps = 0.25/torch.finfo(dtype or plan.dtype).eps # three bits less than it has
-    def is_half(m): return isinstance(m, _half_layers) or not isinstance(m, nn.Embedding) and any(True for _ in m.parameters(recurse=False))
-    ms = [m for m in plan.in_half if is_half(m) and not isinstance(m, torch.jit.ScriptModule)]
-    handles = [m.register_forward_pre_hook(lambda m, args, kwargs: replace((args,kwargs), rounds), with_kwargs=True) for m in ms]
-    handles += [m.register_forward_hook(lambda m, args, out: replace(out, rounds)) for m in ms]
-    try: yield
-    finally:
-        for h in handles: h.remove()
+    "A context in which layers of half precision round what they take in and give, as far as it differs from its mean"
+    steps = 0.25/torch.finfo(plan.dtype).eps # three bits less than it has
+    def coarse(o): return replace(o, partial(_round, steps=steps))
+    def before(m, args, kwargs): return coarse((args,kwargs))
+    def after(m, args, out): return coarse(out)
+    with ExitStack() as hooks:
+        for m in filter(_is_rounded, plan.in_half):
+            hooks.enter_context(m.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(m.register_forward_hook(after))
+        yield
 
-def _change(ts, before): return [(t-b if b.shape==t.shape else t)[None] for t,b in zip(ts, before or map(torch.zeros_like, ts))]
+def _changes(ts, before):
+    "How tensors differ from what they were, each as one sample"
+    before = before or map(torch.zeros_like, ts)
+    return [(t-b if b.shape==t.shape else t)[None] for t,b in zip(ts, before)]
+
+def _off_by(run, reference, name, before):
+    "How far from fp32's the change of what modules carry by this name is"
+    changes = [_changes(o.left.get(name, []), before.get(name)) for o in (run,reference)]
+    return deviation(*changes)
 
 def lost(
     run, # In half precision: has `pred` and `left`, as a `Recording`
@@ -183,11 +200,16 @@ def lost(
     before:dict, # What modules carried to the batch
     controls:tuple=None # As for `are_wrong`
 ) -> dict: # How far off the changes are, by name
-    "Find what modules carry to the next batch that changes otherwise than in fp32; what does not go on from what it was is never read"
+    "Find what modules carry to the next batch that changes otherwise than in fp32, if it goes on from what it was"
     res = {}
-    for n,ts in reference.left.items():
-        off,*rest = [deviation(_change(o.left.get(n, []), before.get(n)), _change(ts, before.get(n))) for o in (run, *(controls or ()))]
-        if off>wrong and (not rest or off>_times*rest[0] and rest[1]>wrong): res[n] = off
+    for name in reference.left:
+        off = _off_by(run, reference, name, before)
+        if off<=wrong: continue
+        if controls:
+            rounding,twice = [_off_by(o, reference, name, before) for o in controls]
+            goes_on = twice>wrong # from what it was: after the same batch once more, it is another one
+            if off<=_times*rounding or not goes_on: continue
+        res[name] = off
     return res
 
 def _are_alike(yb):
@@ -204,14 +226,16 @@ class _Far(NamedTuple):
 
 def _far(learn, pred, reference):
     "As a `_Far`; the loss is asked only where predictions differ by more than 1%"
-    sizes = _distances(_pairs(pred, reference), centered=True)
-    if _relative(sizes)>_matters and _are_alike(learn.yb): # what differs from sample to sample is noise
-        sizes = _distances(_pairs(pred, reference))
-    off = _relative(sizes)
-    change = loss_change(learn, pred, reference) if off>_matters else None # with almost nothing left to learn, rounding is much for a loss
+    distances = _distances(_pairs(pred, reference), centered=True)
+    if _relative(distances)>_matters and _are_alike(learn.yb): # what differs from sample to sample is noise
+        distances = _distances(_pairs(pred, reference))
+    off = _relative(distances)
+    change = loss_change(learn, pred, reference) if off>_matters else None
     if change is None: return _Far(off)
-    scale = max(change.loss, change.gradient*math.hypot(*(spread for _,spread in sizes)))
-    return _Far(off, change.slope, change.value/scale, change.most/scale) if scale else _Far(off, most=0.)
+    # with almost nothing left to learn, rounding is much for a loss
+    scale = max(change.loss, change.gradient*math.hypot(*(spread for _,spread in distances)))
+    if not scale: return _Far(off, most=0.)
+    return _Far(off, change.slope, change.value/scale, change.most/scale)
 
 def are_wrong(
     learn:Learner, # With a loss function, and a batch with targets
@@ -224,41 +248,42 @@ def are_wrong(
     if far.most<=_harmless: return False
     limits = wrong,wrong,_harmless
     if controls:
-        usual = _far(learn, controls[0].pred, reference.pred)
-        by_chance = usual.most if usual.most<math.inf else 0. # losses may differ in either direction
-        limits = [max(o, _times*u) for o,u in zip(limits, (usual.off,usual.slope,by_chance))]
+        rounding = _far(learn, controls[0].pred, reference.pred)
+        by_chance = rounding.most if rounding.most<math.inf else 0. # losses may differ in either direction
+        limits = [max(o, _times*u) for o,u in zip(limits, (rounding.off,rounding.slope,by_chance))]
     return any(map(operator.gt, far, limits))
 
 # %% ../../nbs/diagnosis/01_compare.ipynb #8e0c4d51
 _farther = 4 # a result this many times as far off as what went in, or as rounding explains, is wrong
-_many_steps = 'rnn_tanh','rnn_relu','gru','lstm' # operations of a whole sequence, which may be chaotic
 
 def _off(s):
     "How far a tensor is from that of the reference"
-    return deviation(s.sample, s.ref.sample) if s.ref and s.sample is not None and s.ref.sample is not None else 0.
+    is_known = s.ref and s.sample is not None and s.ref.sample is not None
+    return deviation(s.sample, s.ref.sample) if is_known else 0.
+
+def _is_wrong(frame, s, control):
+    "Is the result `s` of a call wrong, though what it took in is nearly right?"
+    if (d := _off(s))<=wrong: return False
+    expected = [_off(o) for o in frame.ins]
+    rounding = control.seen.get(s.place) if control else None
+    if rounding and rounding.sample is not None:
+        if rounding.sample.shape!=s.sample.shape: return False # rounding changes how many numbers there are
+        expected.append(_off(rounding))
+    return d>_farther*max(expected, default=0.)
 
 def wrong_first(
     run:Recording, # In half precision, with the one in fp32 as its reference
-    control:Recording=None, # In fp32 with rounded outputs: what is as far off there is not to blame
-    amplified:bool=False # Look for single operations that make many numbers wrong?
+    control:Recording=None # In fp32 with rounded outputs: what is as far off there is not to blame
 ) -> list: # Of one pair at most: 'forward' and a frame
     "Find the first call whose results are wrong though what it took in is nearly right"
-    def are_many(s): # of the numbers off? A gate that hardly moves from 0.5 is not, though its samples hardly differ
-        a,b = _in_float64(s.sample, s.ref.sample)
-        return ((a-b).abs()>wrong*b.square().mean().sqrt()).double().mean()>wrong
-    def is_wrong(f, s):
-        d = _off(s)
-        if d<=wrong: return False
-        if amplified and (f.op in (None,*_many_steps) or f.name==loss_name or d==math.inf or not are_many(s)): return False
-        rounding = control.seen.get(s.place) if control else None
-        if rounding and rounding.sample is not None and rounding.sample.shape!=s.sample.shape: return False # it changes how many there are
-        return d>_farther*max([_off(rounding) if rounding else 0., *map(_off, f.ins)])
-    return [('forward',f) for f in itertools.islice((f for f,where,s in run.events if where=='out' and is_wrong(f, s)), 1)]
+    for frame,where,s in run.events:
+        if where=='out' and _is_wrong(frame, s, control): return [('forward',frame)]
+    return []
 
 # %% ../../nbs/diagnosis/01_compare.ipynb #18cb073b
-_first,_most = 16,256 # the gaps between steps that are compared begin with this number of steps, and double up to that
-
-def _random_states(): return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+def _random_states():
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
+    return [torch.get_rng_state(), *on_gpus]
 
 def _if_memory_allows(f):
     "What `f` returns; `None` if there is not enough memory for it"
@@ -266,65 +291,63 @@ def _if_memory_allows(f):
     except Exception as e:
         if not is_out_of_memory(e): raise
 
-class _Trials:
-    "Makes the first call of the model in a batch by other plans, without a trace"
-    def __init__(self, learn, state, aside): # `state`: a `ModelState`; `aside` as for `Comparison.make`
-        self.learn,self.state,self.aside,self.draws = learn,state,aside,False
-        self.noted,self.before = AllNoted(learn),sampled(state.carried())
+class _Beside:
+    "Makes the first call of the model in a batch in other ways as well, without a trace"
+    def __init__(self, batches, call_by): # `call_by` as for `Comparison.make`
+        self.learn,self.state,self.call_by = batches.learn,batches.model_state,call_by
+        self.noted,self.before = AllNoted(self.learn),sampled(self.state.carried())
+        # compiled code draws numbers in its own way
+        self.draws = any(map(compiled, self.learn.model.modules()))
 
-    def left(self, pred):
+    def result(self, pred):
         "Predictions, and what the modules carry now, as in a `Recording`"
         return SimpleNamespace(pred=pred, left=sampled(self.state.carried()))
 
-    def calls(self, plan, n=1):
+    def _calls(self, plan, n=1):
         "What comes of `n` calls"
         before = _random_states()
         if plan is None: self.state.to_fp32() # a count that half precision has stopped goes on
-        res = self.left([self.aside(plan) for _ in range(n)][-1])
+        for _ in range(n): pred = self.call_by(plan)
         self.draws = self.draws or not all(map(torch.equal, before, _random_states()))
-        return res
-
-    def run(self, plan):
-        "What comes of a call before the batch's own one"
-        with unchanged(self.learn, noted=self.noted), comparable(), torch.no_grad(): return self.calls(plan)
+        return self.result(pred)
 
     def attempt(self, plan):
-        "As `run`; `None` if that raises anything"
-        try: return self.run(plan)
+        "What comes of a call before the batch's own one; `None` if that raises anything"
+        try:
+            with unchanged(self.learn, noted=self.noted), comparable(), torch.no_grad(): return self._calls(plan)
         except Exception: return None
 
-    def control(self, context, plan=None, n=1, f=None):
-        "What comes of calls, or of `f`, in a context, after the batch's own call"
+    def control(self, context, n=1):
+        "What comes of calls in fp32 in a context, after the batch's own call"
         with unchanged(self.learn), comparable(), torch.no_grad():
             self.noted.put_back()
-            with context: return (f or self.calls)(plan, n)
+            with context: return self._calls(None, n)
 
-    def differ(self, half, fp32, *controls):
+    def differ(self, half, fp32, controls=None):
         "Are predictions wrong, or what goes to the next batch?"
         with unchanged(self.learn), eager(), torch.no_grad(): # the loss function may count its calls
-            off = are_wrong(self.learn, half, fp32, *controls)
-        return off or bool(lost(half, fp32, self.before, *controls))
+            if are_wrong(self.learn, half, fp32, controls): return True
+        return bool(lost(half, fp32, self.before, controls))
 
-    def amplifies(self, plan):
-        "Does one operation make many numbers wrong in half precision?"
-        rec = None
-        for by in (None,plan): # fp32 is the reference
-            rec = Recording(plan.model, plan.dtype, by, reference=rec)
-            try: self.control(rec, by, f=rec.begin(self.calls, ''))
-            finally: rec.end()
-            rec.read()
-        return bool(wrong_first(rec, amplified=True))
+    def explained(self, half, fp32, plan):
+        "Does rounding explain how `half` and `fp32` differ, or do two runs in fp32 differ as well?"
+        controls = self.control(rounded(plan)),self.control(nullcontext(), n=2)
+        return not self.differ(half, fp32, controls)
 
-    def is_at_fault(self, half, fp32, plan):
-        "Is half precision at fault where `half` and `fp32` differ? Not if rounding explains it, or if two runs in fp32 differ as well"
-        twice = self.control(nullcontext(), n=2)
-        if self.differ(half, fp32, [self.control(rounded(plan)),twice]): return True
-        return self.amplifies(plan) and self.differ(half, fp32, [self.control(rounded(plan, torch.float32)),twice])
-
-def _are_meant(pred, reference):
-    "Are there infinities in the same places?"
+def _same_infinities(pred, reference):
+    "Are there infinities, in the same places?"
     finite = [(x.isfinite(),y.isfinite()) for x,y in _pairs(pred, reference)]
-    return not all(y.all() for _,y in finite) and all(itertools.starmap(torch.equal, finite))
+    has_some = not all(y.all() for _,y in finite)
+    return has_some and all(torch.equal(x, y) for x,y in finite)
+
+_first,_most = 16,256 # the gaps between steps that are compared begin with this number of steps, and double up to that
+
+def _is_silent(step, plan, beside, half, fp32):
+    "Is half precision at fault where `half` and `fp32` differ? Several processes do not know yet"
+    is_validation = not beside.learn.training
+    if is_validation and _same_infinities(half.pred, fp32.pred): beside.state.watches = False
+    if not beside.differ(half, fp32): return False
+    return step.ranks.size>1 or not beside.explained(half, fp32, plan)
 
 class Comparison:
     "Compares the predictions of a few batches with fp32's"
@@ -332,7 +355,8 @@ class Comparison:
 
     def begin_fit(self):
         "Compare the first step"
-        self.n,self.at,self.gap = 1,_first,2*_first # the present step, counted from 1; the next one to compare; the gap after that
+        self.n = 1 # the present step
+        self.at,self.gap = _first,2*_first # the next step to compare, and the gap after that
         self.is_due,self.weights = True,None # in the next step? at the last comparison
 
     def end_step(self, step:Step): # The step that ends
@@ -340,39 +364,36 @@ class Comparison:
 
         After the loss scale fell below 1, gradients may be finite only because wrong numbers were scaled to 0."""
         self.n += 1
-        is_regular,fell = self.n==self.at,step.reruns>0 and step.scale<1
-        if is_regular: self.at,self.gap = self.at+self.gap,min(2*self.gap, _most)
-        self.is_due = is_regular or fell
+        fell_below_1 = step.reruns>0 and step.scale<1
+        self.is_due = self.n==self.at or fell_below_1
+        if self.n==self.at: self.at,self.gap = self.at+self.gap,min(2*self.gap, _most)
 
     def knows(self, state:ModelState): # Of the model
         "Are the weights those of the last comparison?"
-        (marks,few),(now,ts) = self.weights or (None,()),state.weights()
+        if self.weights is None: return False
+        (marks,few),(now,ts) = self.weights,state.weights()
         return marks==now and all(map(torch.equal, few, ts))
 
     def make(self,
         step:Step, # Notes in `silent` whether the predictions are wrong
         plan:PrecisionPlan, # The precision of each module
         call, # Makes the first call of the model in the batch
-        aside # Takes a plan, and makes this call by it with copies of the inputs
+        call_by # Takes a plan, and makes this call by it with copies of the inputs
     ): # The result of `call`
         """Compare the predictions of one batch
 
-        All processes do so in the same step; several of them run the controls together, in the diagnosis. Where memory is too small for it,
-        nothing is compared."""
-        batches,half = step.batches,None
-        learn,self.weights = batches.learn,batches.model_state.weights()
-        if learn.training: self.is_due = False
-        trials = _if_memory_allows(lambda: _Trials(learn, batches.model_state, aside))
-        fp32 = trials and trials.attempt(None)
-        # where the batch's own call draws other numbers, half precision runs once more; compiled code draws in its own way
-        draws = trials is not None and (trials.draws or any(map(compiled, learn.model.modules())))
-        runs,draws = zip(*step.ranks.gather((fp32 is not None, draws)))
-        if all(runs) and any(draws): half = trials.attempt(plan)
+        All processes do so in the same step; several of them run the controls together, in the diagnosis. Where memory
+        is too small for it, nothing is compared."""
+        batches = step.batches
+        self.weights = batches.model_state.weights()
+        if batches.learn.training: self.is_due = False
+        beside = _if_memory_allows(lambda: _Beside(batches, call_by))
+        fp32 = beside and beside.attempt(None)
+        ran,draws = zip(*step.ranks.gather((fp32 is not None, bool(beside and beside.draws))))
+        half = None # where the batch's own call draws other numbers, half precision runs once more
+        if all(ran) and any(draws): half = beside.attempt(plan)
         res = call() # which raises what an attempt has raised, unless memory was too small for the comparison
-        if all(runs) and (half or not any(draws)):
-            def judge():
-                own = half or trials.left(res)
-                if not learn.training and _are_meant(own.pred, fp32.pred): batches.model_state.watches = False
-                return trials.differ(own, fp32) and (step.ranks.size>1 or trials.is_at_fault(own, fp32, plan))
-            step.silent = bool(_if_memory_allows(judge))
+        if all(ran) and (half or not any(draws)):
+            is_silent = _if_memory_allows(lambda: _is_silent(step, plan, beside, half or beside.result(res), fp32))
+            step.silent = bool(is_silent)
         return res

@@ -9,11 +9,11 @@ __all__ = ['diagnose']
 import math,re
 from fastai.basics import *
 from ..util.nested import replace,tensors
-from ..precision.plan import names_of
-from .report import PrecisionReport,error_in_words,in_words,keep_code,listed
+from ..precision.names import in_words,keep_code,listed,names_of
+from .report import PrecisionReport,error_in_words
 from ..train.ranks import RankFailed
 from .record import loss_name
-from .compare import are_wrong,bits_lost,deviation,lost,wrong_first
+from .compare import are_wrong,bits_lost,deviation,lost
 from .case import Case,faults,has_code
 from .remedy import Reason,heal,likeness
 
@@ -285,7 +285,6 @@ def _found_silent(case, plain):
     ranks,deviates = case.ranks,False
     if case.silent or ranks.some(case.is_wrong(plain)):
         case.make_controls() # if predictions differ from run to run, a deviation proves nothing
-        if not ranks.some(case.is_wrong(plain)) and ranks.some(wrong_first(case.half, amplified=True)): case.make_controls(torch.float32)
         deviates = not ranks.some(case.is_wrong(case.run_fp32(modules=False))) and case.is_wrong(plain)
     case.silent = ranks.some(case.spoilt(plain) or deviates)
     return case.faults(case.half)

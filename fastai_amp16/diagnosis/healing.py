@@ -9,9 +9,9 @@ __all__ = ['Verdict', 'Diagnosis', 'diagnose_step', 'after', 'case_of', 'heal']
 from dataclasses import dataclass,field
 from enum import Enum
 from fastai.basics import *
-from ..precision.plan import names_of
+from ..precision.names import in_words,keep_code,names_of
 from ..util.torch_private import is_out_of_memory
-from .report import error_in_words,in_words,keep_code
+from .report import error_in_words
 from ..train.ranks import RankFailed
 from ..train.step import Next
 from .case import Case

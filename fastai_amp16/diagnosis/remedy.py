@@ -9,7 +9,7 @@ __all__ = ['likeness', 'Reason', 'heal']
 import math,re
 from dataclasses import dataclass,replace
 from fastai.basics import *
-from .report import covers
+from ..precision.names import covers
 from .record import Recording,loss_name
 from .case import Case,faults,has_code
 

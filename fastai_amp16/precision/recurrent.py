@@ -19,7 +19,8 @@ def emulates_bf16(
     device:torch.device # Of the model
 ) -> bool:
     "Does the GPU only emulate bf16? NVIDIA's do below compute capability 8.0 (T4, V100, RTX 20xx)"
-    return device.type=='cuda' and torch.version.hip is None and torch.cuda.get_device_capability(device)<(8,0)
+    is_nvidias = device.type=='cuda' and torch.version.hip is None
+    return is_nvidias and torch.cuda.get_device_capability(device)<(8,0)
 
 def cudnn_has_bf16() -> bool:
     "Does cuDNN compute recurrent layers in bf16? It does from 9.13 on, and PyTorch asks it to from 2.10 on"
@@ -31,9 +32,10 @@ def recurrent_dtype(
 ) -> torch.dtype: # `None` to leave it to autocast
     "What recurrent layers compute in"
     # oneDNN has no fp16 kernels for them, and bf16 ones for some CPUs only: others raise
-    if device.type=='cpu': return dtype if dtype==torch.bfloat16 and knows_bf16() else torch.float32
-    if dtype!=torch.bfloat16 or device.type!='cuda' or torch.version.hip or emulates_bf16(device): return None
-    return dtype if cudnn_has_bf16() else torch.float32 # torch's own bf16 kernels run one step of the sequence at a time
+    if device.type=='cpu': return dtype if (dtype,knows_bf16())==(torch.bfloat16,True) else torch.float32
+    if dtype!=torch.bfloat16 or device.type!='cuda': return None
+    if torch.version.hip or emulates_bf16(device): return None
+    return dtype if cudnn_has_bf16() else torch.float32 # torch's own kernels run one step of the sequence at a time
 
 # %% ../../nbs/precision/00_recurrent.ipynb #fa07c880
 _calls = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu} # what `nn.LSTM`, `nn.GRU` and `nn.RNN` call
@@ -42,7 +44,7 @@ _copies_weights = 'ignore',re.compile('RNN module weights'),UserWarning,None,0 #
 
 @contextmanager
 def _without_warning():
-    """A context in which torch does not warn that cuDNN copies weights at each call, as it does for autocast without a word
+    """A context in which torch does not warn that cuDNN copies weights at each call
 
     After `catch_warnings`, Python would give warnings again that it has given once, in each batch."""
     warnings.filters.insert(0, _copies_weights)
@@ -58,10 +60,11 @@ class RecurrentInBf16(TorchFunctionMode):
         self.device_type = device_type
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func not in _calls: return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func not in _calls: return func(*args, **kwargs)
         args = cast_floats(args, torch.bfloat16, (torch.float32,torch.float16))
         quietly = _without_warning() if self.device_type=='cuda' else nullcontext()
-        with torch.autocast(self.device_type, enabled=False), quietly: return func(*args, **(kwargs or {}))
+        with torch.autocast(self.device_type, enabled=False), quietly: return func(*args, **kwargs)
 
 # %% ../../nbs/precision/00_recurrent.ipynb #18cd8217
 def is_recurrent_with_dropout(
@@ -74,7 +77,7 @@ def is_recurrent_with_dropout(
     return training and dropout>0 and n_layers>1
 
 def _options(args):
-    "Has it biases, the number of layers, dropout, training, is it bidirectional, and `batch_first` but for a packed sequence"
+    "Has it biases, the number of layers, dropout, training, is it bidirectional; for a tensor also `batch_first`"
     return args[3 if isinstance(args[3], bool) else 4:] # before these stands the list of weights
 
 def layer_by_layer(
