@@ -1187,8 +1187,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastai_amp16/util/notes.py'),
                                          'fastai_amp16.util.notes._SmallTensors.__init__': ( 'util/notes.html#_smalltensors.__init__',
                                                                                              'fastai_amp16/util/notes.py'),
-                                         'fastai_amp16.util.notes._SmallTensors._addresses': ( 'util/notes.html#_smalltensors._addresses',
-                                                                                               'fastai_amp16/util/notes.py'),
                                          'fastai_amp16.util.notes._SmallTensors.have_moved': ( 'util/notes.html#_smalltensors.have_moved',
                                                                                                'fastai_amp16/util/notes.py'),
                                          'fastai_amp16.util.notes._SmallTensors.note': ( 'util/notes.html#_smalltensors.note',

@@ -94,6 +94,29 @@ def test_generators_of_ones_own_draw_the_same_again(name):
     assert state.model.o is o
     assert draw(o)==first and draw(o)!=first
 
+def test_an_iterator_gives_the_same_items_again():
+    "With the random numbers drawn for them; an item is forgotten when no note needs it"
+    class Items:
+        n = 0
+        def __iter__(self): return self
+        def __next__(self):
+            self.n += 1
+            if self.n>6: raise StopIteration
+            return torch.rand(1)+self.n
+    m = Holds(Items())
+    state = ModelState(m, nn.MSELoss())
+    put_back = state.note()
+    first = [next(m.o) for _ in range(2)]+[torch.rand(1)]
+    for n in (1,2,2):
+        put_back()
+        assert [next(m.o) for _ in range(n)]==first[:n] and (n==1 or torch.rand(1)==first[2])
+    assert m.o.n==2 and len([*m.o])==4
+    put_back()
+    assert [int(o) for o in m.o]==[*range(1, 7)]
+    forgotten = weakref.ref(first.pop(0))
+    put_back = state.note()
+    assert forgotten() is None
+
 left_alone = {
     'logger': (logging.getLogger('any'), lambda o: o.setLevel(7), lambda o: o.level==7),
     'another object': (SimpleNamespace(n=0), lambda o: setattr(o, 'n', 7), lambda o: o.n==7),

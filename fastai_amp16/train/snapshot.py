@@ -9,7 +9,7 @@ __all__ = ['Owners', 'find_owners', 'ModelState', 'LearnerState', 'AllNoted', 'u
            'set_learner_random_states']
 
 # %% ../../nbs/train/03_snapshot.ipynb #74a48ee3
-import inspect,operator
+import inspect,operator,re
 from collections import deque
 from dataclasses import dataclass
 from fastai.basics import *
@@ -24,16 +24,19 @@ from ..util.torch_private import buffers_of,compiled_call,no_torch_function,vers
 # %% ../../nbs/train/03_snapshot.ipynb #52ffa5f1
 _few = 128 # entries of a container that is looked into for modules and tensors
 
-def _is_long(o): return isinstance(o, (list,tuple,deque,dict)) and len(o)>_few
+_containers = list,tuple,deque,dict
+
+def _is_long(o): return isinstance(o, _containers) and len(o)>_few
 
 def _modules_in(o):
     "`o` itself, if it is a module, or the modules in a container"
     if _is_long(o): return []
-    if isinstance(o, dict): o = list(dict.values(o)) # a subclass may override `values`
-    return [m for m in (o if isinstance(o, (list,tuple,deque)) else [o]) if isinstance(m, nn.Module)]
+    if isinstance(o, dict): values = dict.values(o) # a subclass may override it
+    else: values = o if isinstance(o, _containers) else [o]
+    return [m for m in values if isinstance(m, nn.Module)]
 
 def _walk(o, name=''):
-    "Iterate over modules and other objects with attributes, with names, in a model, loss function, learner or callback"
+    "Iterate over the modules, and other objects with attributes, in a model or what trains it, with names"
     if isinstance(o, nn.Module):
         for n,m in o.named_modules(): yield f'{name}.{n}'.strip('.'),m
     elif inspect.ismethod(o): yield from _walk(o.__self__, name)
@@ -42,8 +45,9 @@ def _walk(o, name=''):
     elif type(getattr(o, '__dict__', None)) is dict:
         is_noted = isinstance(o, (Learner,Callback)) # by `LearnerState`
         if not is_noted: yield name,o
+        left_out = ('model','loss_func') if is_noted else () # they may be wrapped
         for k,v in vars(o).items():
-            if is_noted and k in ('model','loss_func'): continue # they may be wrapped
+            if k in left_out: continue
             for m in _modules_in(v): yield from _walk(m, f'{name}.{k}')
 
 def _has_statistics(o):
@@ -82,8 +86,8 @@ _torchs = {*vars(nn.Module()), 'forward', compiled_call, '__reduce_ex__'} # attr
 
 def _is_layer(m):
     "Is it a layer of torch's, whose attributes are settings? Its containers hold anything"
-    is_torchs = type(m).__module__.startswith('torch.nn.modules.')
-    return is_torchs and not isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict))
+    if isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict)): return False
+    return type(m).__module__.startswith('torch.nn.modules.')
 
 def _attributes(o):
     "The dicts of what an object may carry from batch to batch"
@@ -92,7 +96,7 @@ def _attributes(o):
     if not _is_layer(o): return [vars(o),buffers]
     return [buffers] if buffers else []
 
-def _is_for_hooks(name): return 'ward_' in name and '_hooks' in name # on forward and backward passes
+def _is_for_hooks(name): return re.search('ward_(pre_)?hooks', name) # on forward and backward passes
 
 def _floats_in(o):
     "A number, or the floating point tensors in `o`, as tensors"
@@ -107,7 +111,9 @@ class ModelState:
         loss_func, # Any callable
         learn:Learner=None # The learner; it and its callbacks may hold other modules: a teacher, an average, a critic
     ):
-        self.model,self.loss_func,self.at,self.watches = model,loss_func,None,True
+        self.model,self.loss_func = model,loss_func
+        self.at = None # where a few numbers of weights are
+        self.watches = True # Are infinite predictions a fault? Not where fp32 has them as well
         owners = find_owners(model, loss_func, learn)
         modules = owners.modules
         self.attrs = Attributes([d for _,o in owners.named for d in _attributes(o)], _torchs)
@@ -124,18 +130,20 @@ class ModelState:
         theirs = [p for p in params if p in only_beside]
         trained = [p for p in params if p.requires_grad and p in mine]
         self.not_written = trained+theirs # a batch that writes to one of these cannot run again
-        frozen = {p for p in params if not p.requires_grad}.difference(theirs)
+        frozen = [p for p in params if not p.requires_grad and p not in only_beside]
         self.frozen = {p: version(p) for p in frozen} # a forward pass may write to one of these
         self.some = trained[::len(trained)//8+1]
 
     def note(self):
         "Return a function that restores the state at the start of a step, with training modes and `requires_grad`"
         written = [p for p,v in self.frozen.items() if version(p)!=v]
-        data,attrs_back = [(p,p.data) for p in self.frozen],self.attrs.note(written)
-        training,trained = [d['training'] for d in self.modes],[p.requires_grad for p in self.params]
+        attrs_back = self.attrs.note(written)
+        data = [(p,p.data) for p in self.frozen]
+        training = [d['training'] for d in self.modes]
+        trained = [p.requires_grad for p in self.params]
         def put_back():
             for p,before in data:
-                if p.data_ptr()!=before.data_ptr(): p.data = before
+                if mark(p)[1]!=mark(before)[1]: p.data = before
             attrs_back()
             for d,on in zip(self.modes, training): d['training'] = on
             for p,on in zip(self.params, trained):
@@ -146,7 +154,7 @@ class ModelState:
         "A value that changes with writes to weights; torch does not count those to `.data`, so it has a few numbers"
         at = [p.data_ptr() for p in self.some]
         if at!=self.at:
-            few = [(p.detach() if p.ndim<2 else p.detach()[:1]).flatten()[:_few] for p in self.some]
+            few = [p.detach().as_strided((min(_few, p.numel()),), (1,)) for p in self.some] # in any memory format
             self.at,self.few = at,list(groupby(few, operator.attrgetter('device')).values())
         numbers = [torch.cat(ts).view(torch.uint8) for ts in self.few] # as NaN is not equal to itself
         return sum(map(version, self.not_written)),numbers
@@ -185,7 +193,8 @@ def _acts(cb):
 class _Inputs:
     "Inputs and targets of a batch, with copies if it may write to them"
     def __init__(self, ts, copies):
-        self.marks,self.copies = [(t,mark(t)) for t in ts],list(map(Copy, ts)) if copies else []
+        self.marks = [(t,mark(t)) for t in ts]
+        self.copies = list(map(Copy, ts)) if copies else []
         self.leaves = [(t,t.grad,t.requires_grad) for t in ts if t.is_leaf] # an adversarial input may train
 
     def are_written(self): return any(mark(t)!=before for t,before in self.marks)
@@ -203,7 +212,8 @@ class LearnerState:
         learn:Learner, # In a fit or a validation
         more:list=() # Dicts with the attributes of other objects
     ):
-        self.learn,self.more,self.cbs,self.attrs = learn,more,None,None # callbacks may come and go
+        self.learn,self.more = learn,more
+        self.cbs = self.attrs = None # callbacks may come and go
         self.inputs = None # of the last batch
         self.writes = False # Has a batch written to its inputs?
 
@@ -230,14 +240,17 @@ class LearnerState:
     def note(self): # Two functions: one restores the state, one tells if it cannot
         "Note the state after all callbacks have prepared a batch"
         attrs = vars(self.learn)
-        dicts = [(d,d.copy()) for d in self._hypers()]
-        dicts.append((attrs, {**{k: attrs[k] for k in ('xb','yb') if k in attrs}, **dict.fromkeys(_results)}))
-        with no_torch_function(): attrs_back,inputs,states = self._note_attributes(),self._note_inputs(),random_states()
+        batch = {k: attrs[k] for k in ('xb','yb') if k in attrs}
+        hypers = [(d,d.copy()) for d in self._hypers()]
+        with no_torch_function():
+            attrs_back,inputs = self._note_attributes(),self._note_inputs()
+            states = random_states()
         def put_back():
             with no_torch_function():
                 attrs_back()
                 inputs.put_back()
-            for d,before in dicts: d.update(before)
+            attrs.update(batch, **dict.fromkeys(_results))
+            for d,before in hypers: d.update(before)
             for restore,state in states: restore(state)
         def is_stuck(): # has the batch written to an input of which there is no copy, because no batch did so before?
             with no_torch_function(): return inputs.are_lost()
@@ -263,7 +276,8 @@ class AllNoted:
         others = [vars(o) for o in (*learn.cbs, *_loader_parts(dl))]
         state = LearnerState(learn, [*others, *modules.hooks])
         self.back = [modules.note(), state.note()[0]]
-        self.learn,self.names,self.params = learn,set(vars(learn)),modules.params
+        self.learn,self.names = learn,set(vars(learn))
+        self.params = modules.params
         self.grads = [(p,p.grad) for p in modules.params]
         dicts = vars(learn), *others, *(d for _,d in modules.named)
         self.exact = [(d,{k: v for k,v in d.items() if k not in _torchs}) for d in dicts] # also with a graph

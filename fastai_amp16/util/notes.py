@@ -51,11 +51,11 @@ def _is_small(t):
 class _SmallTensors:
     "Tensors of one type and device, which one operation copies"
     def __init__(self, ts):
-        self.ts,self.shapes = ts,[t.shape for t in ts]
-        self.flat,self.at = [t.data.view(-1) for t in ts],self._addresses()
+        self.ts,self.at = ts,list(map(Tensor.data_ptr, ts))
+        self.shapes = [t.shape for t in ts]
+        self.flat = [t.data.view(-1) for t in ts]
 
-    def _addresses(self): return list(map(Tensor.data_ptr, self.ts))
-    def have_moved(self): return self._addresses()!=self.at
+    def have_moved(self): return list(map(Tensor.data_ptr, self.ts))!=self.at
 
     def note(self):
         numbers = torch.cat(self.flat)
@@ -114,13 +114,15 @@ class _NumpysState:
 
     def _memory_now(self):
         bits = getattr(np.random, 'get_bit_generator', noop)() # since numpy 1.24
-        return ctypes.string_at(bits.ctypes.state_address, 4*625) if type(bits) is np.random.MT19937 else None
+        if type(bits) is not np.random.MT19937: return None
+        return ctypes.string_at(bits.ctypes.state_address, 4*625)
 
     def get(self):
         memory = self._memory_now()
-        is_known = memory is not None and memory==self.memory
-        if is_known and not self.state['has_gauss']: return self.state
-        self.memory,self.state = memory,np.random.get_state(legacy=False)
+        if memory is None or memory!=self.memory: self.state = None
+        elif self.state['has_gauss']: self.state = None
+        self.memory = memory
+        if self.state is None: self.state = np.random.get_state(legacy=False)
         return self.state
 
     def set(self, state):
@@ -175,7 +177,8 @@ def _is_container(cls): return cls in _containers or issubclass(cls, tuple)
 @functools.cache
 def _may_be_in_record(cls):
     "May an object have attributes of this class, and be noted with all of them?"
-    return cls in _plain.union(_generators, (L,np.ndarray)) or _is_container(cls) or _is_tensor(cls)
+    if cls in _plain or cls in _generators: return True
+    return cls in (L,np.ndarray) or _is_container(cls) or _is_tensor(cls)
 
 def _is_tensor(cls): return issubclass(cls, Tensor) and not issubclass(cls, nn.Parameter)
 
@@ -201,7 +204,7 @@ class Notes:
         elif cls is np.ndarray: self._array(v)
         elif cls in _generators: self._generator(v)
         elif issubclass(cls, _never_noted) or not cls.__dictoffset__: _left_alone.add(cls)
-        elif cls is L or self.records: self._record(v)
+        elif self.records or cls is L: self._record(v)
         return v
 
     def _tensor(self, t):
