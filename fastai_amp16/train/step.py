@@ -22,7 +22,7 @@ from .scaler import DynamicScaler,map_tensors
 # %% ../../nbs/train/06_step.ipynb #20cfd3dd
 class Outcome(Enum):
     "The result of an attempt"
-    fine = 'gradients and statistics are finite'
+    fine = 'the gradients are finite'
     overflow = 'the loss is finite, but the gradients are not: a lower loss scale may help'
     broken = 'the forward pass is not finite, or an exception was raised: no loss scale helps'
 
