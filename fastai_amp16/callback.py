@@ -366,9 +366,7 @@ class DynamicMixedPrecision(MixedPrecision):
         elif is_bare: self.say_once(bare_step)
         if not goes_on: self.forget_step()
         elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
-        else:
-            if not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
-            step.batches.wait()
+        elif not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
 
     @contextmanager
     def asking(self, entry): # The `Entry` of the fit, or a new one

@@ -170,13 +170,6 @@ def test_tied_weights_stay_tied():
         assert case.run().finite and model[1].weight is model[0].weight and len(list(model.parameters()))==5
     assert model[1].weight is model[0].weight
 
-def test_a_lazy_module_stays_lazy():
-    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4,1))
-    learn = learner(lambda: model).to_fp32()
-    with unchanged(learn): model(torch.randn(2,8))
-    assert type(model[0]) is nn.LazyLinear and torch.nn.parameter.is_lazy(model[0].weight)
-    model(torch.randn(2,8))
-
 def test_loggers_data_and_other_peoples_objects_are_left_alone():
     "What another thread writes while a report is made stays written"
     log,big,other = logging.getLogger('mine'),np.zeros(2**20),SimpleNamespace(n=0, by={})

@@ -75,7 +75,6 @@ def _run(case, rec, loss_func, plan, compares):
         rec.on,rec.pred,loss = False,cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
         results = loss if len(learn.yb) and loss is not None else rec.pred
         if learn.training and rec.total is None: rec.end_backward(batches.gradients) # a learner's own training step, without events
-        rec.infinite = math.isnan(batches.model_state.verdict('cpu'))
         rec.read(results, batches.model_state.carried())
 
 def _that_raised(case, rec):

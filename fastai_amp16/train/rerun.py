@@ -128,25 +128,19 @@ class Batches:
         self.model_back,self.weights,self.gradients = model_state.note(),model_state.weights(),Gradients(learn, model_state, carried)
         self.notes,self.inputs,self.at,self.in_memory = [],[],0,True
         self.do_one_batch = learn._do_one_batch # what runs a batch
-        self.attributes,self.changed = [],[] # of modules at the end of the last batch; what callbacks have written to them since
 
     def add(self):
         "Note the current batch"
         size = sum(t.nbytes for t in all_tensors(self.inputs)) # without the current batch
         self.in_memory = self.in_memory and size<=_most_bytes
-        if not self.in_memory: self.notes,self.inputs,self.changed = [],[],[] # the step cannot run again, but this batch can
+        if not self.in_memory: self.notes,self.inputs = [],[] # the step cannot run again, but this batch can
         self.notes.append(self.learner_state.note())
         self.inputs.append((self.learn.xb,self.learn.yb))
-        self.changed.append(self.model_state.written_since(self.attributes))
         self.at,self.passes = len(self.notes)-1,self.entry.passes # forward passes before this batch
 
     def end(self):
         "Note that the current batch is over"
-        for o in (self.entry.end_batch,self.model_state.end,self.learner_state.end): o()
-
-    def wait(self):
-        "Note that the current batch is done, and that its gradients wait for those of other batches"
-        self.attributes = self.model_state.attributes()
+        self.entry.end_batch()
 
     def has_written(self) -> bool:
         "Has a weight changed since the start of the step, as far as torch's version counters tell?"
@@ -181,7 +175,6 @@ class Batches:
             learner_back()
             self.learn.xb,self.learn.yb = self.inputs[self.at]
             self.passes = self.entry.passes
-            for write in self.changed[self.at]: write()
             try: (f or self.do_one_batch)()
             except (Left,*not_faults) as e: # the gradients of the batch wait for those of the next ones
                 if self.at==len(self.notes)-1 or (isinstance(e, Left) and not to_the_end): raise

@@ -22,7 +22,7 @@ from .scaler import DynamicScaler,map_tensors
 # %% ../../nbs/train/06_step.ipynb #20cfd3dd
 class Outcome(Enum):
     "The result of an attempt"
-    fine = 'gradients and statistics are finite'
+    fine = 'the gradients are finite'
     overflow = 'the loss is finite, but the gradients are not: a lower loss scale may help'
     broken = 'the forward pass is not finite, or an exception was raised: no loss scale helps'
 
@@ -169,14 +169,14 @@ class Step:
         grads,held = grad_values(params),{*map(id, params)}
         others = [p for p in self.batches.gradients.held() if id(p) not in held] # of the model or the loss, and not in the optimizer
         norm,loss = total_norm(grads),0 if self.loss is None else self.loss
-        signs = self.batches.model_state.verdict(norm.device),loss,0*total_norm(grad_values(others)) if others else 0
+        signs = loss,0*total_norm(grad_values(others)) if others else 0
         raised = self.ranks.size>1 and self.error is not None
-        norm,state,loss,others,raised,silent = self.ranks.read([norm, *signs, int(raised), int(self.silent and not self.in_fp32)])
+        norm,loss,others,raised,silent = self.ranks.read([norm, *signs, int(raised), int(self.silent and not self.in_fp32)])
         if raised: self.fp32_first = False # all ranks look into it
-        is_fine,norm = math.isfinite(norm+state+others) and not raised and not silent,norm/self.ranks.size
+        is_fine,norm = math.isfinite(norm+others) and not raised and not silent,norm/self.ranks.size
         if self.outcome is Outcome.fine and not is_fine: self.written = self.fp32_first = True # fp32 shows whether precision matters
         if is_fine: self.outcome,self.norm = Outcome.fine,norm
-        elif raised or silent or not math.isfinite(state+loss): self.outcome,self.norm = Outcome.broken,math.nan
+        elif raised or silent or not math.isfinite(loss): self.outcome,self.norm = Outcome.broken,math.nan
         else: self.outcome,self.norm = Outcome.overflow,math.inf
         self.judged = now
 
