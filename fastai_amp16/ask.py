@@ -134,8 +134,8 @@ def diagnose_fp16(self:Learner,
     """Run one training batch in fp32 and in half precision, and report how much room each module has left
 
     Changes nothing. In a fit with several processes, all of them must call it, and each gets the report on its own
-    batch. Raises what the batch raises in fp32, `ValueError` for a model without parameters or with half-precision ones, and
-    `RuntimeError` with several processes between a forward pass and its backward pass."""
+    batch. Raises what the batch raises in fp32, `ValueError` for a model without parameters or with half-precision
+    ones, and `RuntimeError` with several processes between a forward pass and its backward pass."""
     nothing = "Nothing was measured, since this batch runs for another report."
     if looking(self): return PrecisionReport('healthy', nothing)
     with training_case(self, b) as case: return diagnose(case, all_buffers=True)

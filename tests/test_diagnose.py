@@ -430,7 +430,7 @@ def test_a_checkpoint_changes_no_verdict(f, reentrant):
     "A reentrant one runs everything twice, the second time from the end"
     def told(around):
         r = diagnose(case(lambda: Called(f, around)))
-        return r.told,r.producer,r.op,r.promoted,r.new_scale
+        return r.warning,r.producer,r.op,r.promoted,r.new_scale
     plain = told(lambda b, x: b(x))
     assert told(partial(checkpoint, use_reentrant=reentrant))==plain and plain[3]==['blocks.1.1','blocks.3.1']
 

@@ -286,7 +286,7 @@ def test_checkpoints_of_both_kinds_heal_alike(f):
         mp = learn.mixed_precision
         assert all_taken(learn) and len(mp.history)==8
         losses = [o.item() for o in learn.recorder.losses]
-        return mp.promoted,[r.told for r in mp.reports],mp.history.reruns.tolist(),mp.scaler.get_scale(),losses
+        return mp.promoted,[r.warning for r in mp.reports],mp.history.reruns.tolist(),mp.scaler.get_scale(),losses
     plain = run(lambda b, x: b(x))
     assert plain[0]==['blocks.1.1','blocks.3.1']
     for reentrant in (True,False): assert run(partial(checkpoint, use_reentrant=reentrant))==plain
