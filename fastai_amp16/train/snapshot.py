@@ -61,7 +61,9 @@ class Owners:
     beside:list # Modules that the learner and its callbacks hold beside the model
 
     @property
-    def modules(self) -> list: return [o for _,o in self.named if isinstance(o, nn.Module)]
+    def modules(self) -> list:
+        "Those that are modules"
+        return [o for _,o in self.named if isinstance(o, nn.Module)]
 
     def compared(self) -> list: # As `named`
         "Those whose state can be compared with fp32's, and go on in fp32: no norms, and no half parts"
