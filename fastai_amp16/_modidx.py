@@ -1137,6 +1137,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'fastai_amp16.util.notes.Copy.put_back': ( 'util/notes.html#copy.put_back',
                                                                                     'fastai_amp16/util/notes.py'),
                                          'fastai_amp16.util.notes.Notes': ('util/notes.html#notes', 'fastai_amp16/util/notes.py'),
+                                         'fastai_amp16.util.notes.Notes._L': ('util/notes.html#notes._l', 'fastai_amp16/util/notes.py'),
                                          'fastai_amp16.util.notes.Notes.__init__': ( 'util/notes.html#notes.__init__',
                                                                                      'fastai_amp16/util/notes.py'),
                                          'fastai_amp16.util.notes.Notes._array': ( 'util/notes.html#notes._array',

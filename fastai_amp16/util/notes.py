@@ -200,11 +200,12 @@ class Notes:
         if id(v) in self.seen: return v
         self.seen.add(id(v))
         if _is_container(cls): return self._container(v)
-        if cls is _Again: self.back.append(v.note())
+        if cls is L: self._L(v)
+        elif cls is _Again: self.back.append(v.note())
         elif cls is np.ndarray: self._array(v)
         elif cls in _generators: self._generator(v)
         elif issubclass(cls, _never_noted) or not cls.__dictoffset__: _left_alone.add(cls)
-        elif self.records or cls is L: self._record(v)
+        elif self.records: self._record(v)
         return v
 
     def _tensor(self, t):
@@ -227,6 +228,10 @@ class Notes:
         def put_back(): o[at:] = [last]
         self.back.append(put_back)
         return o
+
+    def _L(self, o):
+        items = self._value(o.items)
+        if items is not o.items: self.back.append(partial(setattr, o, 'items', items))
 
     def _array(self, o):
         if o.flags.writeable and o.size<=_large: self.back.append(partial(np.copyto, o, o.copy()))
