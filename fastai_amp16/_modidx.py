@@ -197,6 +197,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'fastai_amp16/diagnosis/compare.py'),
                                                 'fastai_amp16.diagnosis.compare._far': ( 'diagnosis/compare.html#_far',
                                                                                          'fastai_amp16/diagnosis/compare.py'),
+                                                'fastai_amp16.diagnosis.compare._has_become_infinite': ( 'diagnosis/compare.html#_has_become_infinite',
+                                                                                                         'fastai_amp16/diagnosis/compare.py'),
                                                 'fastai_amp16.diagnosis.compare._if_memory_allows': ( 'diagnosis/compare.html#_if_memory_allows',
                                                                                                       'fastai_amp16/diagnosis/compare.py'),
                                                 'fastai_amp16.diagnosis.compare._in_float64': ( 'diagnosis/compare.html#_in_float64',

@@ -660,18 +660,40 @@ class CentreLoss(nn.Module):
         self.mean.lerp_((p-t).detach().mean(0), 0.1)
         return mse(p-0.1*self.mean, t)
 
+class UsedLater(Carries):
+    "What overflows goes into the next batch only"
+    by = 300.
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('ms', torch.ones(16))
+    def carry(self, h):
+        res = h-1e-4*self.ms
+        if self.training: self.ms.lerp_((h.detach()*h.detach()).mean(0).float(), 0.1)
+        return res
+
+class FloatLater(Carries):
+    "The same with a number of Python's"
+    by,ms = 300.,1.
+    def carry(self, h):
+        res = h-1e-4*self.ms
+        if self.training: self.ms = 0.9*self.ms+0.1*(h.detach()*h.detach()).max().item()
+        return res
+
 class Losses(Callback):
     def before_fit(self): self.seen = []
     def after_batch(self): self.seen.append(self.loss.item())
 
-@pytest.mark.parametrize('model,loss', [(Centred,None), (Hidden,None), (Listed,None), (Scaled,None), (Normed,None), (Plain,CentreLoss)])
+left = {UsedLater:'ms', FloatLater:'ms'} # the loss is finite, and that is not: a comparison with fp32 shows it
+
+@pytest.mark.parametrize('model,loss', [(Centred,None), (Hidden,None), (Listed,None), (Scaled,None), (Normed,None), (Plain,CentreLoss),
+                                        (UsedLater,None), (FloatLater,None)])
 def test_what_is_carried_stays_finite(model, loss):
     "The cause is found in the first batch, and all batches have the losses that they have in fp32"
     def run(to): return fit(to(learner(model, n=15*16, loss_func=loss and loss(), scale=3., cbs=Losses())), 1)
     a,b = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
     mp = b.mixed_precision
     assert mp.promoted and mp.history.reruns[0] and not mp.n_skipped and len(mp.history)==15
-    assert mp.reports[0].verdict=='forward'
+    assert mp.reports[0].verdict=='forward' and (model not in left or f'but {left[model]} is not, and' in mp.reports[0].sentence)
     fp32,fp16 = a.losses.seen,b.losses.seen
     assert fp16==pytest.approx(fp32, rel=3e-2) and fp16[-1]==pytest.approx(fp32[-1], rel=1e-2)
     assert all(v.isfinite().all() for v in state(b).values())
@@ -704,6 +726,11 @@ def test_an_infinity_that_stays_as_it_is_costs_nothing():
             self.worst = -math.inf
     mp = fit(learner(Masked).to_fp16_dynamic()).mixed_precision
     assert not mp.reports and not mp.n_rerun and not mp.history.reruns.any()
+
+def test_warn_tells_once_and_goes_on():
+    learn = learner(UsedLater).to_fp16_dynamic(on_spiral='warn')
+    with pytest.warns(UserWarning, match='ms is not, and') as w: fit(learn, 1)
+    assert learn.mixed_precision.promoted==[] and sum('ms is not, and' in str(o.message) for o in w)==1
 
 class Recurrent(nn.Module):
     "Goes on with its hidden state, which is in half precision where half precision made it"

@@ -177,6 +177,10 @@ def rounded(
 
 def _change(ts, before): return [(t-b if b.shape==t.shape else t)[None] for t,b in zip(ts, before or map(torch.zeros_like, ts))]
 
+def _has_become_infinite(ts, reference):
+    "Is one of the tensors infinite or NaN where fp32's is finite?"
+    return any((y.isfinite() & ~x.isfinite()).any() for x,y in _pairs(ts, reference))
+
 def lost(
     run, # In half precision: has `pred` and `left`, as a `Recording`
     reference, # In fp32
@@ -186,6 +190,9 @@ def lost(
     "Find what modules carry to the next batch that changes otherwise than in fp32; what does not go on from what it was is never read"
     res = {}
     for n,ts in reference.left.items():
+        if _has_become_infinite(run.left.get(n, []), ts):
+            res[n] = math.inf
+            continue
         off,*rest = [deviation(_change(o.left.get(n, []), before.get(n)), _change(ts, before.get(n))) for o in (run, *(controls or ()))]
         if off>wrong and (not rest or off>_times*rest[0] and rest[1]>wrong): res[n] = off
     return res
