@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from ..util.nested import all_tensors,cast_floats,half_types,tensors
 from ..util.notes import Attributes,Copy,mark,random_states
 from ..precision.plan import is_half,norm_types,unwrap
-from .weights import KeptWeights
+from .weights import FrozenWeights,KeptWeights
 from ..util.torch_private import buffers_of,compiled_call,no_torch_function,version
 
 # %% ../../nbs/train/03_snapshot.ipynb #52ffa5f1
@@ -132,20 +132,17 @@ class ModelState:
         theirs = [p for p in params if p in only_beside]
         trained = [p for p in params if p.requires_grad and p in mine]
         self.not_written = trained+theirs # a batch that writes to one of these cannot run again
-        frozen = [p for p in params if not p.requires_grad and p not in only_beside]
-        self.frozen = {p: version(p) for p in frozen} # a forward pass may write to one of these
+        self.frozen = FrozenWeights([p for p in params if not p.requires_grad and p not in only_beside])
         self.some = trained[::len(trained)//8+1]
 
     def note(self):
         "Return a function that restores the state at the start of a step, with training modes and `requires_grad`"
-        written = [p for p,v in self.frozen.items() if version(p)!=v]
-        attrs_back = self.attrs.note(written)
-        data = [(p,p.data) for p in self.frozen]
+        frozen_back = self.frozen.note()
+        attrs_back = self.attrs.note(self.frozen.written())
         training = [d['training'] for d in self.modes]
         trained = [p.requires_grad for p in self.params]
         def put_back():
-            for p,before in data:
-                if mark(p)[1]!=mark(before)[1]: p.data = before
+            frozen_back()
             attrs_back()
             for d,on in zip(self.modes, training): d['training'] = on
             for p,on in zip(self.params, trained):
