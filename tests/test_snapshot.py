@@ -744,6 +744,16 @@ class Recurrent(nn.Module):
         if self.on and x.dtype!=torch.float32: raise ValueError('no half precision here')
         return self.out(x)
 
+def test_buffers_of_half_parts_stay_in_half_precision():
+    "Others become fp32 where half precision has made them"
+    class WithBuffer(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.register_buffer('shift', torch.ones(2).half())
+    m = nn.Sequential(WithBuffer().half(), WithBuffer())
+    ModelState(m, nn.MSELoss()).to_fp32()
+    assert [o.shift.dtype for o in m]==[torch.float16,torch.float32]
+
 def test_a_hidden_state_of_half_precision_goes_on_in_fp32():
     class On(Callback):
         def before_batch(self): self.model.on = self.iter==2
