@@ -194,6 +194,10 @@ def _off_by(run, reference, name, before):
     changes = [_changes(o.left.get(name, []), before.get(name)) for o in (run,reference)]
     return deviation(*changes)
 
+def _has_become_infinite(ts, reference):
+    "Is one of the tensors infinite or NaN where fp32's is finite?"
+    return any((y.isfinite() & ~x.isfinite()).any() for x,y in _pairs(ts, reference))
+
 def lost(
     run, # In half precision: has `pred` and `left`, as a `Recording`
     reference, # In fp32
@@ -202,7 +206,10 @@ def lost(
 ) -> dict: # How far off the changes are, by name
     "Find what modules carry to the next batch that changes otherwise than in fp32, if it goes on from what it was"
     res = {}
-    for name in reference.left:
+    for name,ts in reference.left.items():
+        if _has_become_infinite(run.left.get(name, []), ts):
+            res[name] = math.inf
+            continue
         off = _off_by(run, reference, name, before)
         if off<=wrong: continue
         if controls:

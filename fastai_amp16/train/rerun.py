@@ -140,7 +140,7 @@ class Batches:
 
     def end(self):
         "Note that the current batch is over"
-        self.entry.end_batch()
+        for o in (self.entry.end_batch,self.model_state.end,self.learner_state.end): o()
 
     def has_written(self) -> bool:
         "Has a weight changed since the start of the step, as far as torch's version counters tell?"

@@ -18,22 +18,16 @@ from torch.nn.parameter import is_lazy
 from ..util.nested import all_tensors,cast_floats,half_types,tensors
 from ..util.notes import Attributes,Copy,mark,random_states
 from ..precision.plan import is_half,norm_types,unwrap
-from .weights import KeptWeights
+from .weights import FrozenWeights,KeptWeights
 from ..util.torch_private import buffers_of,compiled_call,no_torch_function,version
 
 # %% ../../nbs/train/03_snapshot.ipynb #52ffa5f1
 _few = 128 # entries of a container that is looked into for modules and tensors
 
-_containers = list,tuple,deque,dict
-
-def _is_long(o): return isinstance(o, _containers) and len(o)>_few
-
-def _modules_in(o):
-    "`o` itself, if it is a module, or the modules in a container"
-    if _is_long(o): return []
-    if isinstance(o, dict): values = dict.values(o) # a subclass may override it
-    else: values = o if isinstance(o, _containers) else [o]
-    return [m for m in values if isinstance(m, nn.Module)]
+def _with_entries(o):
+    "`o`, and its entries if it is a small container"
+    if not isinstance(o, (list,tuple,deque,dict)) or len(o)>_few: return [o]
+    return [o, *(dict.values(o) if isinstance(o, dict) else o)] # a subclass may override `values`
 
 def _walk(o, name=''):
     "Iterate over the modules, and other objects with attributes, in a model or what trains it, with names"
@@ -48,7 +42,8 @@ def _walk(o, name=''):
         left_out = ('model','loss_func') if is_noted else () # they may be wrapped
         for k,v in vars(o).items():
             if k in left_out: continue
-            for m in _modules_in(v): yield from _walk(m, f'{name}.{k}')
+            for m in _with_entries(v):
+                if isinstance(m, nn.Module): yield from _walk(m, f'{name}.{k}')
 
 def _has_statistics(o):
     "These are wrong only if predictions are, and a mean may be nothing but rounding"
@@ -61,7 +56,9 @@ class Owners:
     beside:list # Modules that the learner and its callbacks hold beside the model
 
     @property
-    def modules(self) -> list: return [o for _,o in self.named if isinstance(o, nn.Module)]
+    def modules(self) -> list:
+        "Those that are modules"
+        return [o for _,o in self.named if isinstance(o, nn.Module)]
 
     def compared(self) -> list: # As `named`
         "Those whose state can be compared with fp32's, and go on in fp32: no norms, and no half parts"
@@ -99,10 +96,10 @@ def _attributes(o):
 def _is_for_hooks(name): return re.search('ward_(pre_)?hooks', name) # on forward and backward passes
 
 def _floats_in(o):
-    "A number, or the floating point tensors in `o`, as tensors"
+    "A number, or the floating point tensors in `o` and in containers directly in it, as tensors"
     if isinstance(o, float): return [torch.tensor(o)]
-    if _is_long(o): return []
-    return [t for t in tensors(o) if t.dtype.itemsize>1 and not (t.is_meta or t.is_nested)]
+    found = {id(t): t for v in _with_entries(o) for t in _with_entries(v) if isinstance(t, Tensor)}
+    return [t for t in tensors(list(found.values())) if t.dtype.itemsize>1 and not (t.is_meta or t.is_nested)]
 
 class ModelState:
     "What the model and the loss function carry from batch to batch: statistics, buffers, hidden states, counters"
@@ -130,25 +127,26 @@ class ModelState:
         theirs = [p for p in params if p in only_beside]
         trained = [p for p in params if p.requires_grad and p in mine]
         self.not_written = trained+theirs # a batch that writes to one of these cannot run again
-        frozen = [p for p in params if not p.requires_grad and p not in only_beside]
-        self.frozen = {p: version(p) for p in frozen} # a forward pass may write to one of these
+        self.frozen = FrozenWeights([p for p in params if not p.requires_grad and p not in only_beside])
         self.some = trained[::len(trained)//8+1]
 
     def note(self):
         "Return a function that restores the state at the start of a step, with training modes and `requires_grad`"
-        written = [p for p,v in self.frozen.items() if version(p)!=v]
-        attrs_back = self.attrs.note(written)
-        data = [(p,p.data) for p in self.frozen]
+        frozen_back = self.frozen.note()
+        attrs_back = self.attrs.note(self.frozen.written())
         training = [d['training'] for d in self.modes]
         trained = [p.requires_grad for p in self.params]
         def put_back():
-            for p,before in data:
-                if mark(p)[1]!=mark(before)[1]: p.data = before
+            frozen_back()
             attrs_back()
             for d,on in zip(self.modes, training): d['training'] = on
             for p,on in zip(self.params, trained):
                 if p.requires_grad!=on: p.requires_grad_(on)
         return put_back
+
+    def end(self):
+        "Nothing is put back any more"
+        self.attrs.end()
 
     def weights(self) -> tuple:
         "A value that changes with writes to weights; torch does not count those to `.data`, so it has a few numbers"
@@ -217,6 +215,10 @@ class LearnerState:
         self.inputs = None # of the last batch
         self.writes = False # Has a batch written to its inputs?
 
+    def end(self):
+        "Nothing is put back any more"
+        if self.attrs: self.attrs.end()
+
     def _note_attributes(self):
         cbs = list(self.learn.cbs)
         if cbs!=self.cbs:
@@ -276,6 +278,7 @@ class AllNoted:
         others = [vars(o) for o in (*learn.cbs, *_loader_parts(dl))]
         state = LearnerState(learn, [*others, *modules.hooks])
         self.back = [modules.note(), state.note()[0]]
+        self.ends = modules.end,state.end
         self.learn,self.names = learn,set(vars(learn))
         self.params = modules.params
         self.grads = [(p,p.grad) for p in modules.params]
@@ -286,6 +289,7 @@ class AllNoted:
         "Restore it; you may call this more than once"
         for f in self.back: f()
         for d,before in self.exact: d.update(before)
+        for f in self.ends: f()
         for k in vars(self.learn).keys()-self.names: del vars(self.learn)[k] # xb, say
         for p,g in self.grads: p.grad = g
 

@@ -11,10 +11,11 @@ from collections import Counter,OrderedDict,defaultdict,deque
 from contextlib import suppress
 from functools import partial
 from io import IOBase
+from itertools import chain
 from types import BuiltinFunctionType,FunctionType
 import numpy as np,torch
 from fastai.basics import Callback,DataLoaders,Learner,Optimizer
-from fastcore.basics import GetAttr,groupby
+from fastcore.basics import groupby
 from fastcore.foundation import L
 from fastcore.imports import noop
 from torch import Tensor,nn
@@ -141,12 +142,11 @@ def random_states() -> list: # Pairs of a function and the state that it restore
 @functools.cache
 def _is_iterator(cls): return hasattr(cls, '__next__') and not issubclass(cls, (IOBase,_Again))
 
-class _Again(GetAttr):
+class _Again:
     """In the place of an iterator: can give the same items again, with the random numbers drawn for them
 
     An item, the random states after it, and the next one are in a list, which is empty until somebody asks for it.
     So items stay in memory only as long as a note needs them."""
-    _default = 'it'
     def __init__(self, it): self.it,self.next = it,[]
     def __iter__(self): return self
     def __next__(self):
@@ -157,8 +157,17 @@ class _Again(GetAttr):
 
     def note(self): return partial(setattr, self, 'next', self.next)
 
+    def unwrapped(self):
+        "The iterator itself, after what would be given again"
+        items,node = [],self.next
+        while node:
+            items.append(node[0])
+            node = node[2]
+        return chain(items, self.it) if items else self.it
+
 # %% ../../nbs/util/02_notes.ipynb #26fcec0f
-_short,_long = 128,1000 # entries: of a list that may be a log; of any other container that is left alone
+# Entries: of a list that may be a log; of what is not looked into; of what is left alone
+_short,_long,_huge = 128,1000,10_000
 _containers = list,tuple,dict,OrderedDict,Counter,defaultdict,set,deque
 _generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
 _numbers = int,float,bool,complex,np.float64,np.float32,np.int64
@@ -200,11 +209,12 @@ class Notes:
         if id(v) in self.seen: return v
         self.seen.add(id(v))
         if _is_container(cls): return self._container(v)
-        if cls is _Again: self.back.append(v.note())
+        if cls is L: self._L(v)
+        elif cls is _Again: self.back.append(v.note())
         elif cls is np.ndarray: self._array(v)
         elif cls in _generators: self._generator(v)
         elif issubclass(cls, _never_noted) or not cls.__dictoffset__: _left_alone.add(cls)
-        elif self.records or cls is L: self._record(v)
+        elif self.records: self._record(v)
         return v
 
     def _tensor(self, t):
@@ -214,10 +224,10 @@ class Notes:
 
     def _container(self, o):
         if isinstance(o, list) and len(o)>_short: return self._log(o)
-        if len(o)>_long: return o
+        if len(o)>_huge: return o
         copy = o if isinstance(o, tuple) else o.copy() # before anything else, since another thread may write to `o`
         old = list(copy.values() if isinstance(o, dict) else copy)
-        new = self.values(old)
+        new = old if len(old)>_long else self.values(old)
         if not all(map(operator.is_, new, old)): return filled(copy, new)
         if not isinstance(o, tuple): self.back.append(partial(_refill, o, copy))
         return o
@@ -227,6 +237,10 @@ class Notes:
         def put_back(): o[at:] = [last]
         self.back.append(put_back)
         return o
+
+    def _L(self, o):
+        items = self._value(o.items)
+        if items is not o.items: self.back.append(partial(setattr, o, 'items', items))
 
     def _array(self, o):
         if o.flags.writeable and o.size<=_large: self.back.append(partial(np.copyto, o, o.copy()))
@@ -256,6 +270,7 @@ class Attributes:
     ):
         self.dicts,self.but,self.records = dicts,but,records
         self.tensors,self.n = TensorNotes(),None
+        self.wrapped = {} # dicts, by their ids and the names of iterators in them
 
     def _values(self):
         "Their values; which attributes there are is looked up again if there are others"
@@ -271,7 +286,9 @@ class Attributes:
         "Put an `_Again` in the place of each iterator, also among the values"
         if not any(map(_is_iterator, set(map(type, values)))): return
         for i,(d,k,v) in enumerate(zip(*self.places, values)):
-            if _is_iterator(type(v)): values[i] = d[k] = _Again(v)
+            if not _is_iterator(type(v)): continue
+            values[i] = d[k] = _Again(v)
+            self.wrapped[id(d),k] = d
 
     def note(self,
         more:list=() # Tensors that are noted as well
@@ -288,3 +305,9 @@ class Attributes:
             for d,k,v in zip(*places, values): d[k] = v
             for f in back: f()
         return put_back
+
+    def end(self):
+        "Nothing is put back any more: each iterator takes its place again"
+        for (_,k),d in self.wrapped.items():
+            it = d.get(k)
+            if type(it) is _Again: d[k] = it.unwrapped()
