@@ -17,11 +17,12 @@ from .train.scaler import DynamicScaler,require
 from .train.snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
 from .train.ranks import Ranks
 from .train.rerun import Batches,Left,not_faults
-from .train.step import Next,Outcome,ScaledBackward,Step,StepScaler
+from .train.decide import Next,Outcome
+from .train.step import BatchEnd,ScaledBackward,Step,StepScaler
 from .diagnosis.compare import Comparison
 from .diagnosis.healing import heal
 from .diagnosis.report import Reports
-from .train.history import History,fp32_first
+from .train.history import History
 from .diagnosis.messages import (bare_step,cannot_rerun,check_keywords,refuse_second_precision,static_overflow,
                                    stop_early,warn_of_slow_half,warn_user,written_gradients)
 
@@ -45,10 +46,11 @@ class DynamicMixedPrecision(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','ranks','step','states','resumed','left_out','context','meant')
+    _stateattrs = ('plan','ranks','step','states','resumed','left_out','context','infinite_model')
     plan = ranks = step = states = resumed = left_out = context = None
-    meant = None # the model whose infinite predictions are so in fp32 as well, until it trains
-    randoms,skipped,agreed,carries = (),False,False,False
+    infinite_model = None # the model whose predictions are infinite in fp32 as well, until it trains
+    randoms,skipped,agreed = (),False,False
+    leftovers = False # may an unfinished step have left gradients? They enter the next one, as in fp32
     looks,told = False,None # is it used for a report? what was said last of other mixed precisions
     stopped = None # why the last fit ended early, as a sentence; `None` if it did not, or if other code ended it
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
@@ -57,30 +59,36 @@ class DynamicMixedPrecision(MixedPrecision):
     @delegates(DynamicScaler, but=['device','enabled'])
     def __init__(self,
         amp_mode:str|AMPMode=AMPMode.FP16, # 'fp16' or 'bf16'; bf16 needs no loss scale
-        keep_fp32:list|str|type|nn.Module|Callable=None, # What else to keep in fp32: a name, class, module or function, or a list of these
-        # For a batch that half precision cannot hold (in fp16: at any loss scale): 'heal' keeps what overflows in fp32 and runs it again,
-        # 'warn' warns and skips the step, 'raise' raises `FloatingPointError` with the report
+        # What else to keep in fp32: a name, class, module or function, or a list of these
+        keep_fp32:list|str|type|nn.Module|Callable=None,
+        # For a batch that half precision cannot hold (in fp16: at any loss scale): 'heal' keeps what overflows in
+        # fp32 and runs it again, 'warn' warns and skips the step, 'raise' raises `FloatingPointError` with the report
         on_spiral:str='heal',
-        # End the fit after this many skipped steps in a row (only with `on_spiral='heal'`); those that lower the loss scale do not count
+        # End the fit after this many skipped steps in a row (only with `on_spiral='heal'`); those that lower the
+        # loss scale do not count
         patience:int=3,
-        rerun:bool=True, # Run a batch again if it overflows? `False` skips its step, for batches with side effects, such as writing files
+        # Run a batch again if it overflows? `False` skips its step, for batches with side effects, such as writing files
+        rerun:bool=True,
         **kwargs
     ):
         _prepare_learners()
-        modes = [o.value for o in AMPMode]
-        who = type(self).__name__
         check_keywords(DynamicMixedPrecision, kwargs)
-        require(amp_mode in (*modes,*AMPMode), who, 'amp_mode', amp_mode, ' or '.join(map(repr, modes)))
-        require(on_spiral in ('heal','warn','raise'), who, 'on_spiral', on_spiral, "'heal', 'warn' or 'raise'")
-        require(isinstance(patience, int) and patience>0, who, 'patience', patience, 'a whole number above 0')
-        require(isinstance(rerun, bool), who, 'rerun', rerun, 'True or False')
-        require('' not in as_list(keep_fp32), who, 'keep_fp32', keep_fp32, 'less than the whole model, which learn.to_fp32() keeps in fp32')
+        self._check(amp_mode=amp_mode, keep_fp32=keep_fp32, on_spiral=on_spiral, patience=patience, rerun=rerun)
         store_attr('keep_fp32,on_spiral,patience,rerun')
         self.amp_mode,self.kwargs = AMPMode(amp_mode),kwargs
         self.scaler = StepScaler(self, enabled=self.amp_mode==AMPMode.FP16, **kwargs)
-        self.log,self.scales,self.comparison = History(),L(),Comparison()
-        self.said = set()
+        self.log,self.scales,self.comparison,self.said = History(),L(),Comparison(),set()
         self.reports,self.promoted = Reports(),[] # what diagnoses found, and what healing keeps in fp32, as `keep_fp32` takes it
+
+    def _check(self, amp_mode, keep_fp32, on_spiral, patience, rerun):
+        modes = [o.value for o in AMPMode]
+        def check(ok, name, value, allowed): require(ok, type(self).__name__, name, value, allowed)
+        check(amp_mode in (*modes,*AMPMode), 'amp_mode', amp_mode, ' or '.join(map(repr, modes)))
+        check(on_spiral in ('heal','warn','raise'), 'on_spiral', on_spiral, "'heal', 'warn' or 'raise'")
+        check(isinstance(patience, int) and patience>0, 'patience', patience, 'a whole number above 0')
+        check(isinstance(rerun, bool), 'rerun', rerun, 'True or False')
+        check('' not in as_list(keep_fp32), 'keep_fp32', keep_fp32,
+              'less than the whole model, which learn.to_fp32() keeps in fp32')
 
     def __setstate__(self, state):
         _prepare_learners()
@@ -102,7 +110,8 @@ class DynamicMixedPrecision(MixedPrecision):
     def autocast(self) -> torch.autocast:
         "The autocast context, for code written for fastai's `MixedPrecision`"
         device = next(self.learn.model.parameters()).device.type
-        if self.context is None or self.context.device!=device: self.context = torch.autocast(device, dtype=self.dtype)
+        is_ready = self.context is not None and self.context.device==device
+        if not is_ready: self.context = torch.autocast(device, dtype=self.dtype)
         return self.context
     @property
     def n_skipped(self) -> int:
@@ -140,17 +149,30 @@ class DynamicMixedPrecision(MixedPrecision):
         "The plan for the current `learn.model`, which other code may have wrapped or replaced; `entry` then begins its forward passes"
         learn = self.learn
         if self.plan is None or self.plan.wrapped is not learn.model:
-            self.plan,self.ranks,self.states = self.make_plan(learn.model),Ranks(learn.model),None # and modules may be others
+            self.plan,self.ranks,self.states = self.make_plan(learn.model),Ranks(learn.model),None # modules may be others
             self.scaler.enable(self.amp_mode==AMPMode.FP16 and bool(self.plan.in_half))
-        if entry is not None:
-            modules = self.states and self.states[0]
-            if not modules or modules.model is not self.plan.model or modules.loss_func is not learn.loss_func:
-                modules = ModelState(self.plan.model, learn.loss_func, learn)
-                modules.watches = self.meant is not learn.model
-                self.states = modules,LearnerState(learn, modules.hooks) # callbacks may add hooks in a batch, and remove them
-            entry.stand(learn.model)
-            entry.plan = self.plan
+        if entry is None: return self.plan
+        if not self.has_states(): self.find_states()
+        entry.stand(learn.model)
+        entry.plan = self.plan
         return self.plan
+
+    def has_states(self):
+        "Are the states that this callback has those of the present model and loss function?"
+        if not self.states: return False
+        modules,_ = self.states
+        return modules.model is self.plan.model and modules.loss_func is self.learn.loss_func
+
+    def find_states(self):
+        "Find everything that a batch may change"
+        learn = self.learn
+        modules = ModelState(self.plan.model, learn.loss_func, learn)
+        modules.watches = self.infinite_model is not learn.model
+        self.states = modules,LearnerState(learn, modules.hooks) # callbacks may add hooks in a batch, and remove them
+
+    def accept_infinity(self):
+        "The predictions of the model are infinite in fp32 as well, so they are no sign of an overflow until it trains"
+        self.infinite_model,self.states[0].watches = self.learn.model,False
 
     # A fit
 
@@ -162,19 +184,20 @@ class DynamicMixedPrecision(MixedPrecision):
     def begin_fit(self, goes_on): # True with a `start_epoch`
         "Check what is to be trained; `goes_on`: does the fit continue an earlier one?"
         self.promoted = self.promoted_in(self.learn.model)
-        plan,held = self.ready(),[p for pg in self.opt.param_lists for p in pg]
-        if held and not {*held} & {*plan.params}:
+        plan,in_opt = self.ready(),{p for pg in self.opt.param_lists for p in pg}
+        if in_opt and in_opt.isdisjoint(plan.params):
             raise ValueError("The optimizer holds none of the model's parameters: call learn.create_opt() after you replace learn.model.")
         warn_of_slow_half(plan, not self.log.steps)
         self.forget_step()
-        self.said,self.stopped,self.meant = set(),None,None
+        self.said,self.stopped,self.infinite_model = set(),None,None
         self.log.begin_fit('lr_find' if self.learn._grab_cbs(LRFinder) else 'fit')
         self.comparison.begin_fit()
-        if not goes_on: self.log.fruitless = self.log.skipped_in_a_row = 0
+        if not goes_on: self.log.unhelpful_diagnoses = self.log.skipped_in_a_row = 0
 
     def agree(self):
         "Notice modules that callbacks have replaced; with several processes, start alike: rank 0's scale and history, all promotions"
-        if (entry := vars(self.learn).get('_entry')) and entry.refresh(): self.plan = self.states = None
+        entry = vars(self.learn).get('_entry')
+        if entry and entry.refresh(): self.plan = self.states = None
         if self.agreed or Ranks(self.learn.model).size==1: return
         self.agreed = True
         self.ready()
@@ -189,27 +212,31 @@ class DynamicMixedPrecision(MixedPrecision):
     def before_train(self):
         self.agree()
         self.log.epoch_start = len(self.log.steps)
-        if self.resumed and hasattr(self.learn, 'skip_to_epoch'): set_learner_random_states(self.learn, self.resumed) # with a `start_epoch`
+        resumes = self.resumed and hasattr(self.learn, 'skip_to_epoch') # with a `start_epoch`
+        if resumes: set_learner_random_states(self.learn, self.resumed)
         self.resumed = None
     def after_epoch(self):
-        if self.learn._fitting and self.ranks and self.ranks.size>1: self.randoms = self.ranks.gather(learner_random_states(self.learn))
+        if not self.learn._fitting or self.ranks is None or self.ranks.size==1: return
+        self.randoms = self.ranks.gather(learner_random_states(self.learn))
     def after_fit(self): self.plan = self.states = None # you may change the model before the next fit
 
     def forget_step(self):
-        "Forget an unfinished step; gradients that it has left enter the next one, which carries them on, as in fp32"
-        self.step,self.carries = None,True
+        "Forget an unfinished step, but not its gradients"
+        self.step,self.leftovers = None,True
 
     # Events of a batch
 
     before_batch = after_pred = after_loss = noop # a batch begins when all callbacks have prepared it; predictions leave the model in fp32
 
     def before_backward(self):
-        if self.step is None or self.step.done: # a learner's own `one_batch`, without fastai's events, or a second step in a batch
+        # a learner's own `one_batch`, without fastai's events, or a second step in a batch
+        if self.step is None or self.step.done:
             self.begin_step(vars(self.learn)['_entry'], False, is_second=self.step is not None)
         step = self.step
         if step.ends and step.ends(self.loss): raise Left
         if step.ranks.size>1 and self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)): # that all may end together
-            self.learn.loss = torch.full_like(self.loss, step.ranks.read([self.loss.mean()])[0]/step.ranks.size)
+            total, = step.ranks.read([self.loss.mean()])
+            self.learn.loss = torch.full_like(self.loss, total/step.ranks.size)
         step.batches.gradients.scaling.enter_context(ScaledBackward(self))
 
     def after_backward(self):
@@ -238,21 +265,33 @@ class DynamicMixedPrecision(MixedPrecision):
         step.done = True
 
     def after_batch(self): # the recorder leaves out the loss of a skipped step if it is not finite
-        lost = self.skipped or self.step is not None and self.step.is_skipped # the latter for accumulated gradients
-        if not self.training or not lost or not hasattr(self.learn, 'recorder') or self.loss is None: return
-        if math.isfinite(self.ranks.read([0*self.loss.detach().float().sum()])[0]): return # each rank's recorder gathers all losses
-        if self.recorder.run: self.left_out,self.recorder.run = self.recorder,False
-        if not hasattr(self.learn, 'smooth_loss'): self.learn.smooth_loss = self.recorder.smooth_loss.value # others read it
+        is_skipped = self.skipped or self.step is not None and self.step.is_skipped # the latter for accumulated gradients
+        if not self.training or not is_skipped or self.loss is None: return
+        if hasattr(self.learn, 'recorder') and not self.is_loss_finite(): self.pause_recorder()
+
+    def is_loss_finite(self):
+        "Is the loss finite on all ranks? The recorder of each gathers all losses"
+        return math.isfinite(self.ranks.read([0*self.loss.detach().float().sum()])[0])
+
+    def pause_recorder(self):
+        "Let the recorder leave out this batch"
+        recorder,learn = self.recorder,self.learn
+        if recorder.run: self.left_out,recorder.run = recorder,False
+        if not hasattr(learn, 'smooth_loss'): learn.smooth_loss = recorder.smooth_loss.value # others read it
 
     def around_step(self, f): # Function without arguments
-        "Run `f`, the step of the optimizer; if the model ran after the gradients were judged, as in SAM, look at them once more"
+        "Run `f`, the step of the optimizer; if the model ran after the gradients were judged, as in SAM, judge them once more"
         step = self.step
-        if step is not None and step.decided_at is not None and step.batches.entry.passes!=step.decided_at:
-            params = grad_params(self.opt)
-            if step.is_skipped or params and not math.isfinite(total_norm(grad_values(params)).item()): # the same on all ranks
-                step.can_rerun,step.outcome,step.norm = False,Outcome.broken,math.inf # what happened since then cannot be repeated
-                self.skip_step()
+        if step is not None and step.decided_at not in (None,step.batches.entry.passes) and self.cannot_be_taken():
+            step.can_rerun,step.outcome,step.norm = False,Outcome.broken,math.inf # what happened since then cannot be repeated
+            self.skip_step()
         f()
+
+    def cannot_be_taken(self):
+        "Is the step skipped, or are gradients not finite? The same on all ranks"
+        if self.step.is_skipped: return True
+        params = grad_params(self.opt)
+        return bool(params) and not math.isfinite(total_norm(grad_values(params)).item())
 
     # The end of a step
 
@@ -265,28 +304,31 @@ class DynamicMixedPrecision(MixedPrecision):
 
     def skip_step(self):
         "Restore everything, count the skipped step, and end the fit if too many batches in a row could not be used"
-        step,s = self.step,self.scaler
-        overflows,scaled,self.skipped = step.outcome is Outcome.overflow and not step.written,s.get_scale(),True
-        self.end_step(scaled, True)
+        step,scale,self.skipped = self.step,self.scaler.get_scale(),True
+        overflows = step.outcome is Outcome.overflow and not step.written
+        self.end_step(scale, True)
         step.batches.put_back()
         self.ranks.forget()
-        if not step.can_rerun and overflows and s.is_enabled() and scaled>s.min_scale and s.dynamic:
-            s.update(found_inf=True) # as a scaler does that skips
-        else:
-            self.log.skipped_in_a_row += 1
-            self.log.fruitless += step.unusable or step.in_fp32 or step.fp32_first
+        if overflows and not step.can_rerun and self.can_back_off(): self.scaler.update(found_inf=True) # as other scalers do
+        else: self.log.skipped_in_a_row += 1
         if step.written: self.say_once(written_gradients)
-        elif step.static and overflows: self.say_once(static_overflow.format(scaled))
+        elif step.static and overflows: self.say_once(static_overflow.format(scale))
         elif not step.can_rerun and self.rerun: self.say_once(cannot_rerun)
         if self.log.skipped_in_a_row>=self.patience and self.on_spiral=='heal': self.end_fit()
         raise CancelStepException()
+
+    def can_back_off(self):
+        "Can the loss scale become lower?"
+        s = self.scaler
+        return s.is_enabled() and s.dynamic and s.get_scale()>s.min_scale
 
     def end_step(self, scale, # Loss scale of the last attempt
                  skipped): # Was the step skipped?
         "Add the step to the history, and plan when predictions are compared next"
         step = self.step
         self.comparison.end_step(step)
-        self.log.add(scale, step.reruns, skipped, step.norm, getattr(self.learn, 'epoch', 0), float(self.opt.hypers[-1]['lr']))
+        epoch,lr = getattr(self.learn, 'epoch', 0),float(self.opt.hypers[-1]['lr'])
+        self.log.add(scale, step.reruns, skipped, step.norm, epoch, lr)
         step.done = True
 
     def end_fit(self):
@@ -302,51 +344,77 @@ class DynamicMixedPrecision(MixedPrecision):
                    can_rerun, # Can the batches of this step run again?
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
-        s = self.scaler
-        scales,norms = s.is_enabled(),[o.grad_norm for o in self.log.last_fit[-32:] if not o.skipped]
-        carried,self.carries = self.carries and self.training,self.carries and not self.training
-        self.step = Step(Batches(self.learn, entry, *self.states, carried), self.ranks, scale=s.get_scale(), settled=s.settled,
-                         floor=s.min_scale if can_rerun and scales and s.dynamic else None, static=scales and not s.dynamic,
-                         rerun=self.rerun, can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=fp32_first(self.log.fruitless),
-                         is_second=is_second, usual=max(norms) if len(norms)>7 and self.plan.in_half else math.inf)
+        s,leftovers = self.scaler,False
+        if self.training: leftovers,self.leftovers = self.leftovers,False
+        has_scale = s.is_enabled()
+        searches = can_rerun and has_scale and s.dynamic
+        batches = Batches(self.learn, entry, *self.states, leftovers)
+        self.step = Step(batches, self.ranks, self.rerun, is_second=is_second, scale=s.get_scale(), proven=s.proven,
+                         floor=s.min_scale if searches else None, static=has_scale and not s.dynamic,
+                         can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=self.log.fp32_first,
+                         largest_norm=self.largest_norm())
+
+    def largest_norm(self):
+        "The largest gradient norm of the last steps, once there are some; infinite before"
+        norms = [o.grad_norm for o in self.log.last_fit[-32:] if not o.skipped]
+        return max(norms) if self.plan.in_half and len(norms)>7 else math.inf
 
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
         "Note the present state, so that the batch can run again"
         self.ready(entry)
         self.skipped = False
-        if first := self.step is None: self.begin_step(entry, self.rerun)
+        is_first = self.step is None
+        if is_first: self.begin_step(entry, self.rerun)
         if self.step.in_fp32: entry.plan = None # as in the batches before this one
-        if self.rerun: self.step.batches.add()
+        if not self.rerun: return
+        self.step.batches.add()
+        if is_first and self.plan.in_half and self.compares(): entry.around_next = partial(self.comparison.make, self.step, self.plan)
+
+    def compares(self):
+        "Is it time to compare predictions with fp32's?"
         learn,comparison = self.learn,self.comparison
-        validates = not vars(learn).get('iter') and (learn._fitting or not comparison.knows(self.states[0]))
-        if self.rerun and first and self.plan.in_half and (comparison.is_due if learn.training else validates):
-            entry.around_next = partial(comparison.make, self.step, self.plan)
+        if learn.training: return comparison.is_due
+        if vars(learn).get('iter'): return False # not the first batch of a validation
+        return learn._fitting or not comparison.knows(self.states[0])
 
     def around_batch(self, entry, # The `Entry` of the fit or the validation
                      f): # Function without arguments
         "Run `f`, which processes one batch, until its step is taken or skipped"
-        outer,training,cancelled,goes_on = self.step,self.training,False,False
+        training,outer,end = self.training,self.step,BatchEnd.failed
         if not training: self.step = None # a validation between accumulated batches is not part of their step
         try:
             self.begin_batch(entry)
-            go = self.step.batches.do_one_batch = f
-            while not self.step.attempt(go) and self.learn is not None: go = self.next_attempt() # a callback may have removed this one
-            goes_on = True
+            self.make_attempts(f)
+            end = None # depends on the step
         except not_faults:
-            goes_on = cancelled = True # its gradients may be accumulated
+            end = self.step.batch_end(cancelled=True) if training and self.step else None
             raise
         except BaseException:
-            if training and self.step: (self.step.batches.gradients.drop if self.step.is_taken else self.step.batches.put_back)()
+            if training and self.step: self.undo_attempt()
             raise
         finally:
-            step = self.step
-            if step:
-                step.batches.end()
-                self.log.fruitless,step.fruitless = self.log.fruitless+step.fruitless,0
-            if not training:
-                self.step = outer
-                if self.learn and not self.states[0].watches: self.meant = self.learn.model # which may have been seen in a comparison
-            elif step and self.learn is not None: self.end_batch(goes_on, cancelled)
+            if self.step: self.step.batches.end()
+            if not training: self.end_validation(outer)
+            elif self.step and self.learn is not None: self.end_batch(end or self.step.batch_end(cancelled=False))
+
+    def make_attempts(self, f): # As in `around_batch`
+        "Make attempts at the batch until one counts"
+        go = self.step.batches.do_one_batch = f
+        while not self.step.attempt(go):
+            if self.learn is None: return # a callback has removed this one
+            go = self.next_attempt()
+
+    def undo_attempt(self):
+        "Leave no trace of an attempt that an exception has ended, or of its gradients if the step was taken"
+        batches = self.step.batches
+        if self.step.is_taken: batches.gradients.drop()
+        else: batches.put_back()
+
+    def end_validation(self, outer): # The step that the batches of training before it wait for
+        "Go on with that step"
+        self.step = outer
+        # which may have been seen in a comparison
+        if self.learn and not self.states[0].watches: self.infinite_model = self.learn.model
 
     def next_attempt(self):
         "Prepare the next attempt; returns a function that makes it"
@@ -356,18 +424,17 @@ class DynamicMixedPrecision(MixedPrecision):
         self.ranks.forget()
         return partial(step.batches.run, None if step.in_fp32 else self.plan)
 
-    def end_batch(self, goes_on, # May the fit go on?
-                  cancelled): # Did a callback cancel the batch?
+    def end_batch(self, end): # A `BatchEnd`
         "Forget the step of a training batch, unless its gradients wait for the next batch"
         step = self.step
-        is_bare = not step.done and (step.outcome is None or not cancelled) and step.batches.has_changed() # without fastai's events
-        if is_bare and step.outcome is Outcome.fine: self.step_taken() # without events of the step, but its gradients were judged
-        elif is_bare: self.say_once(bare_step)
-        if not goes_on: self.forget_step()
-        elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
-        else:
+        if end is BatchEnd.failed: return self.forget_step()
+        if end is BatchEnd.waits:
             if not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
-            step.batches.wait()
+            return step.batches.wait()
+        if end is BatchEnd.bare:
+            if step.outcome is Outcome.fine: self.step_taken() # without events of the step, but its gradients were judged
+            else: self.say_once(bare_step)
+        self.step = None
 
     @contextmanager
     def asking(self, entry): # The `Entry` of the fit, or a new one
@@ -382,6 +449,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def say_once(self, text, # What to warn of
                  key=None): # What identifies the warning; `text` by default
         "Give a warning once per fit"
-        if (key := key or text) in self.said: return
+        key = key or text
+        if key in self.said: return
         self.said.add(key)
         warn_user(text)

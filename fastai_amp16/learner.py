@@ -254,7 +254,7 @@ class _OptAndMore:
     def __init__(self, opt, learn): self.opt,self.learn = opt,learn
     def state_dict(self):
         if (mp := running(self.learn)) is None: return self.opt.state_dict()
-        return {**self.opt.state_dict(), 'scaler':mp.scaler.state_dict(), 'healing':{'promoted':mp.promoted, 'fruitless':mp.log.fruitless},
+        return {**self.opt.state_dict(), 'scaler':mp.scaler.state_dict(), 'healing':{'promoted':mp.promoted},
                 'random':mp.resumed or {**learner_random_states(mp.learn), 'ranks':list(mp.randoms[1:])}}
     def load_state_dict(self, sd):
         sd = dict(sd)
@@ -271,7 +271,7 @@ def _take_up(learn):
     if rank := rank_distrib(): mp.resumed = ((random or {}).get('ranks', ())[rank-1:rank] or [None])[0]
     if learn._grab_cbs(LRFinder): return # `lr_find` restores the weights, and keeps the scale and the promotions that it found
     mp.plan = None
-    if healing: mp.promoted,mp.log.fruitless = healing['promoted'],healing['fruitless']
+    if healing: mp.promoted = healing['promoted']
     if scaler: mp.scaler.load_state_dict(scaler)
 
 def _with_more(f, loads):

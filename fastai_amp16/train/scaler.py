@@ -39,6 +39,23 @@ def map_tensors(
     res = map(partial(map_tensors, f), o)
     return getattr(o, '_make', type(o))(res) if isinstance(o, (list,tuple)) else res # named tuples have `_make`
 
+def _check_policy(dynamic, **numbers):
+    "Check the arguments of a `DynamicScaler`"
+    def check(name, ok, allowed): require(ok, DynamicScaler.__name__, name, numbers[name], allowed)
+    for k,v in numbers.items(): check(k, isinstance(v, Real) and v>0, 'a number above 0')
+    for k in ('growth_interval','hysteresis'):
+        check(k, numbers[k]<math.inf and numbers[k]==int(numbers[k]), 'a whole number of steps')
+    lowest,highest = numbers['min_scale'],numbers['max_scale']
+    check('min_scale', lowest>=_fp32.tiny, 'at least 2**-126, the smallest normal number of fp32')
+    check('max_scale', highest>=lowest, f'at least min_scale={lowest}')
+    check('init_scale', lowest<=numbers['init_scale']<=min(highest, _fp32.max),
+          f'finite in fp32 and between min_scale={lowest} and max_scale={highest}')
+    check('growth_factor', 1<numbers['growth_factor']<math.inf, 'a finite number above 1')
+    check('backoff_factor', numbers['backoff_factor']<1, 'a number between 0 and 1')
+    scale = float(dynamic) if isinstance(dynamic, (int,float)) else '…'
+    require(isinstance(dynamic, bool), DynamicScaler.__name__, 'dynamic', dynamic,
+            f'True or False (for a static scale: dynamic=False, init_scale={scale})')
+
 class DynamicScaler(GradScaler):
     """A `torch.amp.GradScaler` whose scale stays within `[min_scale, max_scale]` and is known without waiting for the device
 
@@ -49,35 +66,23 @@ class DynamicScaler(GradScaler):
     https://github.com/pytorch/pytorch/issues/99640; `hysteresis` as in Megatron-LM."""
     def __init__(self,
         device:str='cuda', # Device type of the loss, as in `torch.amp.GradScaler`
-        init_scale:float=2.**16, # Loss scale of the first step, within the bounds; use a power of two, which rounds nothing
+        init_scale:float=2.**16, # Loss scale of the first step, within the bounds; a power of two rounds nothing
         growth_factor:float=2., # Multiply the scale by this after `growth_interval` steps in a row without overflow
-        backoff_factor:float=.5, # Multiply the scale by this at an overflow (in a fit, the batch runs again and finds its scale by search)
+        backoff_factor:float=.5, # Multiply the scale by this at an overflow (in a fit, the batch searches its scale instead)
         growth_interval:int=500, # Number of steps in a row without overflow before the scale grows
-        hysteresis:int=1, # Overflows until the scale backs off (2: the first is forgiven); the count starts over when it grows
+        hysteresis:int=1, # Overflows until the scale backs off (2: forgives the first); the count starts over when it grows
         min_scale:float=2.**-24, # Lowest scale; at least 2**-126, the smallest normal number of fp32
         max_scale:float=2.**24, # Highest scale; `math.inf` for no limit
         dynamic:bool=True, # `False` for static loss scaling: the scale stays at `init_scale`
         enabled:bool=True # `False` to scale nothing, as in `torch.amp.GradScaler`
     ):
-        who = DynamicScaler.__name__
-        for k,v in dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval,
-                        hysteresis=hysteresis, min_scale=min_scale, max_scale=max_scale).items():
-            require(isinstance(v, Real) and v>0, who, k, v, 'a number above 0')
-        for k,v in dict(growth_interval=growth_interval, hysteresis=hysteresis).items():
-            require(v<math.inf and v==int(v), who, k, v, 'a whole number of steps')
-        require(min_scale>=_fp32.tiny, who, 'min_scale', min_scale, 'at least 2**-126, the smallest normal number of fp32')
-        require(max_scale>=min_scale, who, 'max_scale', max_scale, f'at least min_scale={min_scale}')
-        require(min_scale<=init_scale<=min(max_scale, _fp32.max), who, 'init_scale', init_scale,
-                 f'finite in fp32 and between min_scale={min_scale} and max_scale={max_scale}')
-        require(1<growth_factor<math.inf, who, 'growth_factor', growth_factor, 'a finite number above 1')
-        require(backoff_factor<1, who, 'backoff_factor', backoff_factor, 'a number between 0 and 1')
-        static = f"dynamic=False, init_scale={float(dynamic) if isinstance(dynamic, (int,float)) else '…'}"
-        require(isinstance(dynamic, bool), who, 'dynamic', dynamic, f'True or False (for a static scale: {static})')
+        _check_policy(dynamic, init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
+                      growth_interval=growth_interval, hysteresis=hysteresis, min_scale=min_scale, max_scale=max_scale)
         super().__init__(device, float(init_scale), growth_factor, backoff_factor, growth_interval, enabled)
         self.hysteresis,self.min_scale,self.max_scale,self.dynamic = hysteresis,min_scale,max_scale,dynamic
         self.start = float(init_scale)
         self._tolerance = hysteresis # overflows until the scale backs off
-        self.settled = False # has a step been taken at this scale, or at the one it grew or fell from?
+        self.proven = False # has a step been taken at this scale, or at the one it grew or fell from?
         self._target = None # the scale to return to after a single batch forced it far down
         self._calm = 0 # healthy steps since the last doubling
 
@@ -95,7 +100,8 @@ class DynamicScaler(GradScaler):
     def _set_scale(self, scale):
         before = self._init_scale
         self._init_scale = min(max(self.min_scale, scale), self.max_scale, _fp32.max) # in this order NaN gives `min_scale`
-        if self._scale is not None and self._init_scale!=before: self._scale.fill_(self._init_scale)
+        has_tensor = self._scale is not None
+        if has_tensor and self._init_scale!=before: self._scale.fill_(self._init_scale)
 
     def _next_scale(self, overflow):
         "The scale of the next step, given whether the gradients of this one `overflow`"
@@ -114,55 +120,70 @@ class DynamicScaler(GradScaler):
         new_scale:float|torch.Tensor|None=None, # Set the scale to this, within the bounds
         found_inf:bool|None=None # Did the gradients overflow? `None` uses what `step` or `unscale_` found, and waits for the device
     ):
-        "End a step: choose the scale of the next one. Raises `RuntimeError` if no gradients were checked and you pass neither argument"
+        """End a step: choose the scale of the next one
+
+        Raises `RuntimeError` if no gradients were checked and you pass neither argument."""
         if not self._enabled: return
-        if new_scale is None:
-            if found_inf is None:
-                found = [t for s in self._per_optimizer_states.values() for t in s['found_inf_per_device'].values()]
-                if not found:
-                    raise RuntimeError("DynamicScaler.update() does not know whether gradients overflowed: call step() or unscale_() on an "
-                                       "optimizer with gradients first, or pass found_inf.")
-                found_inf = any(t.item() for t in found)
-            new_scale = self._next_scale(found_inf)
+        if new_scale is None: new_scale = self._next_scale(self._found_inf() if found_inf is None else found_inf)
         self._set_scale(float(new_scale))
         self._per_optimizer_states.clear()
 
+    def _found_inf(self):
+        "What torch's `step` and `unscale_` have found"
+        found = [t for s in self._per_optimizer_states.values() for t in s['found_inf_per_device'].values()]
+        if not found:
+            raise RuntimeError("DynamicScaler.update() does not know whether gradients overflowed: call step() or unscale_() "
+                               "on an optimizer with gradients first, or pass found_inf.")
+        return any(t.item() for t in found)
+
     def state_dict(self) -> dict:
-        "The state of `torch.amp.GradScaler`, plus overflows left until the scale backs off and the scale to return to; empty if disabled"
-        own = {k: getattr(self, k) for k in ('_tolerance','settled','_target','_calm')}
-        return {**super().state_dict(), **own} if self._enabled else {}
+        "The state of torch's own, plus overflows left until the scale backs off and the scale to return to; empty if disabled"
+        if not self._enabled: return {}
+        return {**super().state_dict(), **{k: getattr(self, k) for k in ('_tolerance','proven','_target','_calm')}}
 
     def load_state_dict(self,
         state_dict:dict # From this class or from `torch.amp.GradScaler`
     ):
         "Continue from `state_dict`, with its growth interval and factors, within this scaler's own bounds; ignored if static or disabled"
-        if not (self._enabled and self.dynamic): return
+        if not self._moves: return
         super().load_state_dict(state_dict)
         self._tolerance = min(state_dict.get('_tolerance', self.hysteresis), self.hysteresis)
-        self.settled,self._target,self._calm = state_dict.get('settled', True),state_dict.get('_target'),state_dict.get('_calm', 0)
+        self.proven = state_dict.get('proven', True)
+        self._target,self._calm = state_dict.get('_target'),state_dict.get('_calm', 0)
         self._set_scale(self._init_scale)
+
+    @property
+    def _moves(self): return self._enabled and self.dynamic
 
     def took(self,
         scale:float # The loss scale of that step; may be above the present one if healing removed what had lowered it
     ):
         "Tell the scaler that a step was taken at `scale`: choose the scale of the next one"
-        if not (self._enabled and self.dynamic): return
-        now,settled,self.settled = self._init_scale,self.settled,True
-        if scale<now: return self._fell(scale, settled)
-        if scale>now:
-            self._init_growth_tracker,self._target = 0,self._target if self._target and self._target>scale else None
-            return self._set_scale(scale)
-        if self._target is None: return self._set_scale(self._next_scale(False))
+        if not self._moves: return
+        was_proven,self.proven = self.proven,True
+        if scale<self._init_scale: self._fell(scale, was_proven)
+        elif scale>self._init_scale: self._rose(scale)
+        elif self._target is None: self._set_scale(self._next_scale(False))
+        else: self._return_to_target()
+
+    def _fell(self, scale, was_proven):
+        now = self._init_scale
+        self._init_growth_tracker = self._calm = 0
+        self._tolerance -= 1
+        if was_proven and self._tolerance>0: return # this batch may be an exception
+        is_outlier = was_proven and scale<now*self._backoff_factor
+        self._target = max(self._target or 0, now) if is_outlier else None
+        self._set_scale(scale)
+
+    def _rose(self, scale):
+        self._init_growth_tracker = 0
+        if self._target and self._target<=scale: self._target = None
+        self._set_scale(scale)
+
+    def _return_to_target(self):
+        "Double the scale after some healthy steps, until it is where an outlier found it"
         self._calm += 1
         if self._calm<_calm_steps: return
         self._calm = 0
-        self._set_scale(min(now*self._growth_factor, self._target))
+        self._set_scale(min(self._init_scale*self._growth_factor, self._target))
         if self._init_scale>=self._target: self._target = None
-
-    def _fell(self, scale, settled):
-        now,self._init_growth_tracker,self._calm = self._init_scale,0,0
-        self._tolerance -= 1
-        if settled and self._tolerance>0: return # this batch may be an exception
-        outlier = settled and scale<now*self._backoff_factor
-        self._target = max(self._target or 0, now) if outlier else None
-        self._set_scale(scale)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_exporting', 'compiled_call', 'in_backward', 'in_func', 'knows_bf16', 'compiled', 'inside_compiled', 'version',
-           'hooks_of', 'buffers_of', 'marks', 'autocast_nesting', 'ThreadState']
+           'hooks_of', 'buffers_of', 'marks', 'autocast_nesting', 'ThreadState', 'default_store']
 
 # %% ../../nbs/util/01_torch_private.ipynb #aeb5449b
 from contextlib import nullcontext
@@ -141,3 +141,8 @@ def is_out_of_memory(
     return isinstance(e, RuntimeError) and any(o in str(e) for o in _out_of_memory)
 
 def base_of(t): return getattr(t, '_base', None) # the tensor that `t` is a view of; `None` if there is none, or no such name in torch
+
+# %% ../../nbs/util/01_torch_private.ipynb #31ed7ed6
+def default_store() -> torch.distributed.Store: # `None` without the name
+    "The store of the default process group"
+    return getattr(torch.distributed.distributed_c10d, '_get_default_store', lambda: None)()
