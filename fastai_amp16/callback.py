@@ -10,7 +10,6 @@ from importlib import import_module
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision
 from fastai.callback.schedule import LRFinder
-from fastai.callback.tracker import TerminateOnNaNCallback
 from .precision.plan import PrecisionPlan,as_list,unwrap
 from .train.grads import grad_params,grad_values,total_norm
 from .train.scaler import DynamicScaler,require
@@ -46,11 +45,10 @@ class DynamicMixedPrecision(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','ranks','step','states','resumed','left_out','context','infinite_model')
-    plan = ranks = step = states = resumed = left_out = context = None
+    _stateattrs = ('plan','ranks','step','states','resumed','left_out','infinite_model')
+    plan = ranks = step = states = resumed = left_out = None
     infinite_model = None # the model whose predictions are infinite in fp32 as well, until it trains
     randoms,skipped,agreed = (),False,False
-    leftovers = False # may an unfinished step have left gradients? They enter the next one, as in fp32
     looks,told = False,None # is it used for a report? what was said last of other mixed precisions
     stopped = None # why the last fit ended early, as a sentence; `None` if it did not, or if other code ended it
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
@@ -109,10 +107,7 @@ class DynamicMixedPrecision(MixedPrecision):
     @property
     def autocast(self) -> torch.autocast:
         "The autocast context, for code written for fastai's `MixedPrecision`"
-        device = next(self.learn.model.parameters()).device.type
-        is_ready = self.context is not None and self.context.device==device
-        if not is_ready: self.context = torch.autocast(device, dtype=self.dtype)
-        return self.context
+        return torch.autocast(next(self.learn.model.parameters()).device.type, dtype=self.dtype)
     @property
     def n_skipped(self) -> int:
         "How many steps were skipped"
@@ -188,24 +183,23 @@ class DynamicMixedPrecision(MixedPrecision):
         if in_opt and in_opt.isdisjoint(plan.params):
             raise ValueError("The optimizer holds none of the model's parameters: call learn.create_opt() after you replace learn.model.")
         warn_of_slow_half(plan, not self.log.steps)
-        self.forget_step()
+        self.step = None
         self.said,self.stopped,self.infinite_model = set(),None,None
         self.log.begin_fit('lr_find' if self.learn._grab_cbs(LRFinder) else 'fit')
         self.comparison.begin_fit()
         if not goes_on: self.log.unhelpful_diagnoses = self.log.skipped_in_a_row = 0
 
     def agree(self):
-        "Notice modules that callbacks have replaced; with several processes, start alike: rank 0's scale and history, all promotions"
+        "Notice modules that callbacks have replaced; with several processes, start with what rank 0 knows"
         entry = vars(self.learn).get('_entry')
         if entry and entry.refresh(): self.plan = self.states = None
         if self.agreed or Ranks(self.learn.model).size==1: return
         self.agreed = True
         self.ready()
-        mine = None if self.ranks.rank else (self.log, self.scaler.state_dict())
-        promoted,states = zip(*self.ranks.gather((self.promoted, mine)))
-        (self.log,scaler),*_ = states
+        mine = None if self.ranks.rank else (self.log, self.promoted, self.scaler.state_dict())
+        (self.log,self.promoted,scaler),*_ = self.ranks.gather(mine)
         if scaler: self.scaler.load_state_dict(scaler)
-        self.promoted,self.plan = list(dict.fromkeys(sum(promoted, []))),None
+        self.plan = None
         self.ready()
 
     def before_validate(self): self.agree()
@@ -220,10 +214,6 @@ class DynamicMixedPrecision(MixedPrecision):
         self.randoms = self.ranks.gather(learner_random_states(self.learn))
     def after_fit(self): self.plan = self.states = None # you may change the model before the next fit
 
-    def forget_step(self):
-        "Forget an unfinished step, but not its gradients"
-        self.step,self.leftovers = None,True
-
     # Events of a batch
 
     before_batch = after_pred = after_loss = noop # a batch begins when all callbacks have prepared it; predictions leave the model in fp32
@@ -234,9 +224,6 @@ class DynamicMixedPrecision(MixedPrecision):
             self.begin_step(vars(self.learn)['_entry'], False, is_second=self.step is not None)
         step = self.step
         if step.ends and step.ends(self.loss): raise Left
-        if step.ranks.size>1 and self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)): # that all may end together
-            total, = step.ranks.read([self.loss.mean()])
-            self.learn.loss = torch.full_like(self.loss, total/step.ranks.size)
         step.batches.gradients.scaling.enter_context(ScaledBackward(self))
 
     def after_backward(self):
@@ -309,18 +296,13 @@ class DynamicMixedPrecision(MixedPrecision):
         self.end_step(scale, True)
         step.batches.put_back()
         self.ranks.forget()
-        if overflows and not step.can_rerun and self.can_back_off(): self.scaler.update(found_inf=True) # as other scalers do
-        else: self.log.skipped_in_a_row += 1
+        if overflows and not step.can_rerun: self.scaler.update(found_inf=True) # as other scalers do
+        if self.scaler.get_scale()==scale: self.log.skipped_in_a_row += 1
         if step.written: self.say_once(written_gradients)
         elif step.static and overflows: self.say_once(static_overflow.format(scale))
         elif not step.can_rerun and self.rerun: self.say_once(cannot_rerun)
         if self.log.skipped_in_a_row>=self.patience and self.on_spiral=='heal': self.end_fit()
         raise CancelStepException()
-
-    def can_back_off(self):
-        "Can the loss scale become lower?"
-        s = self.scaler
-        return s.is_enabled() and s.dynamic and s.get_scale()>s.min_scale
 
     def end_step(self, scale, # Loss scale of the last attempt
                  skipped): # Was the step skipped?
@@ -344,11 +326,10 @@ class DynamicMixedPrecision(MixedPrecision):
                    can_rerun, # Can the batches of this step run again?
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
-        s,leftovers = self.scaler,False
-        if self.training: leftovers,self.leftovers = self.leftovers,False
+        s = self.scaler
         has_scale = s.is_enabled()
         searches = can_rerun and has_scale and s.dynamic
-        batches = Batches(self.learn, entry, *self.states, leftovers)
+        batches = Batches(self.learn, entry, *self.states)
         self.step = Step(batches, self.ranks, self.rerun, is_second=is_second, scale=s.get_scale(), proven=s.proven,
                          floor=s.min_scale if searches else None, static=has_scale and not s.dynamic,
                          can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=self.log.fp32_first,
@@ -427,10 +408,9 @@ class DynamicMixedPrecision(MixedPrecision):
     def end_batch(self, end): # A `BatchEnd`
         "Forget the step of a training batch, unless its gradients wait for the next batch"
         step = self.step
-        if end is BatchEnd.failed: return self.forget_step()
         if end is BatchEnd.waits:
-            if not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
-            return step.batches.wait()
+            if not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled that step
+            return
         if end is BatchEnd.bare:
             if step.outcome is Outcome.fine: self.step_taken() # without events of the step, but its gradients were judged
             else: self.say_once(bare_step)

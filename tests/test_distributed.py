@@ -261,7 +261,7 @@ def _sends(rank):
     n = sum(p.numel() for p in learn.model.parameters())
     first,*others = learn.mixed_precision.history.reruns
     assert first>0 and not any(others)
-    assert sizes==[4*n,24,4]*(first+1)+[4*n,24,4]+[4*n,24,4*n,24,4]*2
+    assert sizes==[4*n,20,4]*(first+1)+[4*n,20,4]+[4*n,20,4*n,20,4]*2
 
 def test_bytes_of_a_step(ranks): ranks(_sends)
 
@@ -429,7 +429,7 @@ def _one_overflows(rank, where, sync, ddp):
     if sync: same(list(learn.model.buffers()))
     # with `sync`, statistics are not finite on rank 0 either, which has nothing to do with it
     told = [(r.verdict,r.sentence[:11]) for r in learn.mixed_precision.reports]
-    assert told==[('data' if where=='forward' else 'divergence','On rank 1: ')]
+    assert told==[('data' if where=='forward' else 'divergence','On rank 1: ')]*len(at)
 
 @pytest.mark.parametrize('where,sync,ddp', [('backward',False,{}),('forward',True,{}),('forward',False,dict(broadcast_buffers=False))],
                          ids=['backward','sync_bn','norms of each rank'])
@@ -549,14 +549,6 @@ def _diverges(rank):
     assert sum('Training stopped at step 6 of 40' in o for o in same([str(w.message) for w in told if 'stopped' in str(w.message)]))==1
 
 def test_divergence_ends_all_ranks(ranks): ranks(_diverges)
-
-def _terminates(rank):
-    "fastai's callback sees an infinite loss on one rank only; it sees none where a batch runs again"
-    cbs = [Poison({1}, 'precision'), Poison({3}, 'forward')] if rank else []
-    learn,g = train(rank, 4, model=detour, cbs=[TerminateOnNaNCallback(), *cbs])
-    assert learn.mixed_precision.history.skipped.tolist()==[False,False,False,True]
-
-def test_terminate_on_nan_ends_all_ranks(ranks): ranks(_terminates)
 
 # Exceptions
 
@@ -765,19 +757,18 @@ def test_sharded_models_are_told_of(ranks): ranks(_sharded)
 
 # From fit to fit
 
-def _differ_before(rank, which):
+def _differ_before(rank):
     "A fit of each rank by itself: another scale, history, and set of promoted modules"
     learn = learner(detour).to_fp16_dynamic(init_scale=2.**(16-rank))
-    fit(learn, 1, cbs=Poison({1}, 'precision' if rank==which else 'backward'))
-    assert learn.mixed_precision.promoted==(['3'] if rank==which else []) and learn.mixed_precision.n_skipped==(0 if rank==which else 1)
+    fit(learn, 1, cbs=Poison({1}, 'backward' if rank else 'precision'))
+    assert learn.mixed_precision.promoted==([] if rank else ['3']) and learn.mixed_precision.n_skipped==rank
     learn.opt = None
     together(learn, 2, [Always(training=True)])
     agreed(learn, reports=False)
     mp = learn.mixed_precision
-    assert mp.promoted==['3'] and mp.scaler.get_scale()==2**16 and mp.n_skipped==(1 if which else 0) and len(mp.history)==8
+    assert mp.promoted==['3'] and mp.scaler.get_scale()==2**16 and mp.n_skipped==0 and len(mp.history)==8
 
-@pytest.mark.parametrize('which', [0,1])
-def test_a_fit_begins_with_what_rank_0_knows(ranks, which): ranks(_differ_before, which)
+def test_a_fit_begins_with_what_rank_0_knows(ranks): ranks(_differ_before)
 
 def _validates_alone(rank):
     learn = learner(mlp).to_fp16_dynamic()

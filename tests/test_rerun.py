@@ -389,27 +389,3 @@ def test_batches_without_fastais_events_train_and_cannot_run_again():
     a,b = run(fp32, []),run(fp16, [])
     assert b.steps.losses==pytest.approx(a.steps.losses, rel=3e-2) and len(b.mixed_precision.history)==15
     assert fit(run(fp16, [4]), 0).mixed_precision.n_skipped==1
-
-@pytest.mark.parametrize('how', ['buffer','attribute','in place'])
-def test_what_callbacks_write_on_modules_between_accumulated_batches(how):
-    "A temperature that falls with each batch"
-    class Cools(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.number,self.seen = 1.,[]
-            self.register_buffer('temp', torch.ones(1))
-        def forward(self, x):
-            temp = self.number*self.temp
-            if self.training: self.seen.append(round(temp.item(), 5))
-            return x/temp
-    class Cooling(Callback):
-        def after_batch(self):
-            if not self.training: return
-            m = self.model[2]
-            if how=='attribute': m.number *= 0.9
-            elif how=='buffer': m.temp = m.temp*0.9
-            else: m.temp.mul_(0.9)
-    def run(to): return fit(classifier(lambda: net(Cools), to, [Cooling(), GradientAccumulation(48), Outlier(7)], n=18), 1)
-    a,b = run(fp32),run(hot)
-    same_training(a, b)
-    assert b.model[2].seen==a.model[2].seen and b.model[2].temp.item()==pytest.approx(a.model[2].temp.item())

@@ -9,7 +9,6 @@ __all__ = ['not_faults', 'Gradients', 'Left', 'may_be_halfs', 'Batches']
 import inspect,traceback
 from contextlib import ExitStack
 from functools import cached_property
-from typing import NamedTuple
 from fastai.basics import *
 from ..precision.entry import Entry,outside
 from .grads import scale_grads
@@ -37,32 +36,14 @@ def _after_true(hook, scale, p):
         hook(p)
         if p.grad is not None: p.grad.mul_(scale)
 
-class _GradBefore(NamedTuple):
-    "The gradient of a parameter at the start of the step"
-    p:Tensor
-    grad:Tensor # What the parameter holds then; may be `None`
-    values:Tensor # A copy of its numbers if an unfinished step has left them; otherwise `None`
-
-    def put_back(self):
-        "`None`, zeros, with which momentum and decay continue, or what was left before the step"
-        self.p.grad = self.grad
-        if self.grad is None: return
-        self.grad.detach_()
-        if self.values is None: self.grad.zero_()
-        else: self.grad.copy_(self.values)
-
 class Gradients:
     "The gradients that a backward pass of the learner reaches"
     def __init__(self,
         learn:Learner, # In a fit or a validation
-        model_state:ModelState, # State of its modules
-        leftovers:bool=False # May there be gradients from an unfinished step, as accumulation leaves them at the end of a fit?
+        model_state:ModelState # State of its modules
     ):
         self.learn,self.model_state = learn,model_state
-        def before(p):
-            has_values = leftovers and p.grad is not None
-            return _GradBefore(p, p.grad, p.grad.detach().clone() if has_values else None)
-        self.before = [*map(before, self.params.values())] if learn.training else []
+        self.before = [(p,p.grad) for p in self.params.values()] if learn.training else []
         self.scale = 1. # what they are multiplied by now
         self.hooks = [] # dicts of hooks that see true gradients now, with the number of each, and the hook itself
         self.leaves = {} # tensors outside the model that get gradients from the loss, with the gradients they had before
@@ -103,9 +84,10 @@ class Gradients:
 
     def _replace(self, dicts, call, scale):
         for hooks in dicts:
-            theirs = {k: hook for k,hook in hooks.items() if not _is_ours(hook)}
-            self.hooks += [(hooks,k,hook) for k,hook in theirs.items()]
-            hooks.update({k: partial(call, hook, scale) for k,hook in theirs.items()})
+            for k,hook in hooks.items():
+                if _is_ours(hook): continue
+                self.hooks.append((hooks,k,hook))
+                hooks[k] = partial(call, hook, scale)
 
     def scaled(self,
         loss:Tensor, # What a backward pass starts from
@@ -121,10 +103,12 @@ class Gradients:
         with no_torch_function(): return loss.float()*factor # a plain tensor, which is faster
 
     def drop(self):
-        "Restore the gradients of the start of the step"
+        "Restore the gradients of the start of the step: `None` or zeros"
         self.scale = 1.
         self.show(1.)
-        for o in self.before: o.put_back()
+        for p,grad in self.before:
+            p.grad = grad
+            if grad is not None: grad.detach_().zero_() # momentum and decay continue
         for t,g in self.leaves.items(): t.grad = None if g is None else g.clone()
 
 # %% ../../nbs/train/05_rerun.ipynb #9d70d90e
@@ -153,25 +137,22 @@ class Batches:
         learn:Learner, # At the start of a batch, after all callbacks have prepared it
         entry:Entry, # The model's `Entry`, through which all forward passes begin
         model_state:ModelState, # State of the modules
-        learner_state:LearnerState, # State of the learner and its callbacks
-        leftovers:bool=False # As for `Gradients`
+        learner_state:LearnerState # State of the learner and its callbacks
     ):
         self.learn,self.entry,self.model_state,self.learner_state = learn,entry,model_state,learner_state
         self.model = model_state.model
         self.model_back,self.weights = model_state.note(),model_state.weights()
-        self.gradients = Gradients(learn, model_state, leftovers)
+        self.gradients = Gradients(learn, model_state)
         self.notes,self.inputs,self.at,self.in_memory = [],[],0,True
         self.do_one_batch = learn._do_one_batch # what runs a batch
-        self.attributes,self.changed = [],[] # of modules at the end of the last batch; what callbacks have written to them since
 
     def add(self):
         "Note the current batch"
         size = sum(t.nbytes for t in all_tensors(self.inputs)) # without the current batch
         if size>_most_bytes: self.in_memory = False
-        if not self.in_memory: self.notes,self.inputs,self.changed = [],[],[] # the step cannot run again, but this batch can
+        if not self.in_memory: self.notes,self.inputs = [],[] # the step cannot run again, but this batch can
         self.notes.append(self.learner_state.note())
         self.inputs.append((self.learn.xb,self.learn.yb))
-        self.changed.append(self.model_state.written_since(self.attributes))
         self.at = len(self.notes)-1
 
     def end(self):
@@ -179,14 +160,6 @@ class Batches:
         self.entry.end_batch()
         self.model_state.end()
         self.learner_state.end()
-
-    def wait(self):
-        "Note that the current batch is done, and that its gradients wait for those of other batches"
-        self.attributes = self.model_state.attributes()
-
-    def has_written(self) -> bool:
-        "Has a weight changed since the start of the step, as far as torch's version counters tell?"
-        return self.model_state.weights()[:-1]!=self.weights[:-1]
 
     def has_changed(self) -> bool:
         "Has a weight changed since the start of the step, also by a write to `p.data`? Waits for the GPU"
@@ -215,17 +188,12 @@ class Batches:
         self.model_state.to_fp32(plan)
         last = len(self.notes)-1
         for self.at in range(last+1):
-            self._begin()
+            learner_back,_ = self.notes[self.at]
+            learner_back()
+            self.learn.xb,self.learn.yb = self.inputs[self.at]
             try: (f or self.do_one_batch)()
             except Left:
                 if self.at==last or not to_the_end: raise
             except not_faults: # the gradients of the batch wait for those of the next ones
                 if self.at==last: raise
             finally: self.gradients.scaling.close()
-
-    def _begin(self):
-        "Restore the start of the batch that runs now"
-        learner_back,_ = self.notes[self.at]
-        learner_back()
-        self.learn.xb,self.learn.yb = self.inputs[self.at]
-        for write in self.changed[self.at]: write()

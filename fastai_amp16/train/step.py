@@ -10,6 +10,7 @@ import math,operator
 from dataclasses import dataclass,field
 from enum import Enum
 from weakref import ref
+from torch.amp import GradScaler
 from torch.overrides import TorchFunctionMode
 from fastai.basics import *
 from .decide import Attempts,Decision,Next,Outcome,Reading,what_next
@@ -18,7 +19,7 @@ from ..util.nested import stored,tensors
 from ..util.torch_private import is_out_of_memory,no_torch_function,version
 from .ranks import Ranks
 from .rerun import Batches,Left,may_be_halfs,not_faults
-from .scaler import DynamicScaler,map_tensors
+from .scaler import DynamicScaler
 
 # %% ../../nbs/train/07_step.ipynb #5a1ff94e
 @dataclass
@@ -102,7 +103,7 @@ class Step(Attempts):
 
     def _used_in_hooks(self):
         "Have hooks used up all gradients in the backward pass?"
-        return self.loss is not None and self.batches.has_written()
+        return self.loss is not None and self.batches.has_changed()
 
     def _knows(self, grads, versions):
         known,known_versions = self.judged
@@ -165,10 +166,11 @@ def attempt(self:Step,
     passes,before = self.batches.entry.passes,[*map(ref, self._results())]
     try:
         go()
-        return not self.is_left and (self._is_judged(passes) or self._judge_results(before))
+        return self._is_done(passes, before)
     except Left: return False
     except not_faults:
-        if self.is_left or not self._accepts(passes, before): return False
+        # in a validation, a callback may cancel any batch
+        if self.is_left or self.batches.learn.training and not self._is_done(passes, before): return False
         raise
     except Exception as e:
         done = False if self.is_left else self._raised(e)
@@ -177,24 +179,22 @@ def attempt(self:Step,
     finally: self.batches.gradients.scaling.close()
 
 @patch
-def _is_judged(self:Step,
-    passes, # Of the model, before the attempt
-    backward=True # Is a batch judged if its last forward pass had a backward pass?
+def _is_done(self:Step,
+    passes, # Number of forward passes before the attempt
+    before # References to predictions and loss from before the attempt
 ):
+    "Is the batch done after an attempt that came to its end, or that a callback has cancelled?"
+    if self.is_left: return False
+    is_judged = self.batches.learn.training and self._is_judged(passes)
+    return is_judged or self._judge_results(before)
+
+@patch
+def _is_judged(self:Step, passes):
     "Is the result of the attempt known, or will it be when the step comes?"
-    if not self.batches.learn.training: return False
     if self.ranks.size>1: return True # the other ranks may have gone on to the step
     if self.is_taken: return True
     now = self.batches.entry.passes
-    return now==passes or backward and now==self.backward_at
-
-@patch
-def _accepts(self:Step, passes, before):
-    "May a callback cancel the batch? Not if the loss is not finite because of half precision"
-    if not self.batches.learn.training: return True
-    if not self._is_judged(passes, backward=self.outcome is not None) and not self._judge_results(before): return False
-    if self.unusable: self.batches.put_back()
-    return True
+    return now==passes or self.outcome is not None and now==self.backward_at
 
 # %% ../../nbs/train/07_step.ipynb #72687bdb
 @patch
@@ -219,10 +219,11 @@ def _judge_results(self:Step,
     before # References to predictions and loss from before the attempt
 ):
     "Judge a batch without a step: is it done?"
-    if self.unusable or not self.rerun: return True
-    bad = self._are_results_bad(before)
-    if not bad and self.kind is not Next.reference: return True
-    if self.decide(Outcome.broken if bad else Outcome.fine) is not Next.skip: return False
+    if not self.rerun: return True
+    if not self.unusable:
+        bad = self._are_results_bad(before)
+        if not bad and self.kind is not Next.reference: return True
+        if self.decide(Outcome.broken if bad else Outcome.fine) is not Next.skip: return False
     if self.batches.learn.training: self.batches.put_back()
     return True
 
@@ -232,13 +233,12 @@ def _raised(self:Step, e):
     "Handle an exception of an attempt: is the batch done? `None` to raise it"
     if not self.rerun or self.decided_at is not None: return None
     if not may_be_halfs(e, self.batches.learn): return None
-    if self.error is not None: self._raise_first() # fp32 raises as well
     if is_out_of_memory(e): return None # fp32 needs more
     if self.in_fp32: return self._raised_in_fp32()
     # some of the gradients were sent already, if the backward pass of one of several ranks raises
     if self.ranks.size>1 and self.backward_at==self.batches.entry.passes: return None
     if not self.ranks.all_raise(): return None
-    self.error = e
+    self.error,self.fp32_first = e,False # a diagnosis runs the batch in fp32 anyway
     return None if self.decide(Outcome.broken) is Next.skip else False
 
 @patch
@@ -247,13 +247,6 @@ def _raised_in_fp32(self:Step):
     self.search_anew() # as half precision can run this batch, and fp32, which was only asked, cannot
     self.next = Decision(Next.again)
     return False
-
-@patch
-def _raise_first(self:Step):
-    "Raise the first exception of the batch again, and forget it"
-    error,self.error = self.error,None
-    try: raise error
-    finally: del error # or this frame and the exception would keep each other alive
 
 # %% ../../nbs/train/07_step.ipynb #9771e4db
 class BatchEnd(Enum):
@@ -311,13 +304,13 @@ class StepScaler(DynamicScaler):
     def enable(self, on): # Scale anything? Not where nothing computes in half precision
         "Begin to scale, or end it"
         self._enabled = on
-    def scale(self, outputs): # A tensor, or tuples, lists, dicts and other iterables of tensors, at any depth
+    def scale(self, outputs): # A tensor or an iterable of tensors
         "Multiply `outputs`, and the gradients so far, by the loss scale"
-        if (step := self._present) is None: return super().scale(outputs)
-        scale = step.loss_scale
-        step.batches.gradients.rescale(scale)
-        return map_tensors(lambda t: t*scale, outputs)
+        step = self._present
+        if step is None: return super().scale(outputs)
+        step.batches.gradients.rescale(step.loss_scale)
+        return GradScaler('cpu', step.loss_scale).scale(outputs)
     def unscale_(self, optimizer): # `learn.opt`
         "Divide the gradients by the loss scale; a second call does nothing"
-        if (step := self._present) is None: super().unscale_(optimizer)
-        else: step.batches.gradients.rescale(1.)
+        if self._present is None: super().unscale_(optimizer)
+        else: self._present.batches.gradients.rescale(1.)
