@@ -11,7 +11,6 @@ from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision
 from fastai.callback.schedule import LRFinder
 from .precision.plan import PrecisionPlan,as_list,unwrap
-from .train.grads import grad_params,grad_values,total_norm
 from .train.scaler import DynamicScaler,require
 from .train.snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
 from .train.ranks import Ranks
@@ -26,30 +25,26 @@ from .diagnosis.messages import (bare_step,cannot_rerun,check_keywords,refuse_se
                                    stop_early,warn_of_slow_half,warn_user,written_gradients)
 
 # %% ../nbs/00_callback.ipynb #c5961e06
-def _prepare_learners():
-    "Import what a `Learner` needs, in case only this module was imported before the callback was made or unpickled"
-    import_module('fastai_amp16.all')
-
 class DynamicMixedPrecision(MixedPrecision):
     """Mixed precision with fp32 master weights and fp32 norms, which runs a batch again rather than skip its step
 
-    Replaces fastai's `MixedPrecision`, also as `learn.mixed_precision`. The model's own parameters are the master weights, so you read,
-    edit, save and load the weights that are trained. A batch whose gradients are not finite runs again, at a lower loss scale or with the
-    layers that overflow in fp32. By default, a step is skipped only if fp32 could not take it either, or if its batch cannot run again:
-    your code changed weights or inputs within it, or it accumulates more than 1 GiB. A warning then says so. The loss scale carries over
-    from fit to fit, and checkpoints with the optimizer contain it.
+    Replaces fastai's `MixedPrecision`, also as `learn.mixed_precision`. The model's own parameters are the master
+    weights, so you read, edit, save and load the weights that are trained. A batch whose gradients are not finite
+    runs again, at a lower loss scale or with the layers that overflow in fp32. By default, a step is skipped only if
+    fp32 could not take it either, or if its batch cannot run again: your code changed weights or inputs within it,
+    or it accumulates more than 1 GiB. A warning then says so. The loss scale carries over from fit to fit, and
+    checkpoints with the optimizer contain it.
 
-    Raises `TypeError` for unknown arguments and `ValueError` for invalid ones, for a model without parameters or with half-precision ones,
-    and for an optimizer that holds none of its parameters. With `on_spiral='raise'`, raises `FloatingPointError` also for a batch that fp32
-    cannot use.
+    Raises `TypeError` for unknown arguments and `ValueError` for invalid ones, for a model without parameters or
+    with half-precision ones, and for an optimizer that holds none of its parameters. With `on_spiral='raise'`,
+    raises `FloatingPointError` also for a batch that fp32 cannot use.
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','ranks','step','states','resumed','left_out','infinite_model')
-    plan = ranks = step = states = resumed = left_out = None
-    infinite_model = None # the model whose predictions are infinite in fp32 as well, until it trains
+    _stateattrs = ('plan','ranks','step','states','resumed','left_out','context')
+    plan = ranks = step = states = resumed = left_out = context = None
     randoms,skipped,agreed = (),False,False
-    looks,told = False,None # is it used for a report? what was said last of other mixed precisions
+    looks,told = False,None # does it serve a report outside a fit? what was said last of other mixed precisions
     stopped = None # why the last fit ended early, as a sentence; `None` if it did not, or if other code ended it
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
     __signature__ = None # that of `__init__`, not that of the parent class
@@ -65,18 +60,18 @@ class DynamicMixedPrecision(MixedPrecision):
         # End the fit after this many skipped steps in a row (only with `on_spiral='heal'`); those that lower the
         # loss scale do not count
         patience:int=3,
-        # Run a batch again if it overflows? `False` skips its step, for batches with side effects, such as writing files
+        # Run a batch again if it overflows? `False` skips its step, for batches with side effects (writing files, say)
         rerun:bool=True,
         **kwargs
     ):
-        _prepare_learners()
+        import_module('fastai_amp16.all') # what a `Learner` needs, in case only this module was imported before
         check_keywords(DynamicMixedPrecision, kwargs)
         self._check(amp_mode=amp_mode, keep_fp32=keep_fp32, on_spiral=on_spiral, patience=patience, rerun=rerun)
         store_attr('keep_fp32,on_spiral,patience,rerun')
         self.amp_mode,self.kwargs = AMPMode(amp_mode),kwargs
         self.scaler = StepScaler(self, enabled=self.amp_mode==AMPMode.FP16, **kwargs)
         self.log,self.scales,self.comparison,self.said = History(),L(),Comparison(),set()
-        self.reports,self.promoted = Reports(),[] # what diagnoses found, and what healing keeps in fp32, as `keep_fp32` takes it
+        self.reports,self.promoted = Reports(),[] # what diagnoses found; what healing keeps in fp32, as in `keep_fp32`
 
     def _check(self, amp_mode, keep_fp32, on_spiral, patience, rerun):
         modes = [o.value for o in AMPMode]
@@ -89,9 +84,9 @@ class DynamicMixedPrecision(MixedPrecision):
               'less than the whole model, which learn.to_fp32() keeps in fp32')
 
     def __setstate__(self, state):
-        _prepare_learners()
+        import_module('fastai_amp16.all')
         super().__setstate__(state)
-        self.scaler.owner = self.scaler.owner or self # a copy of a scaler has none
+        if self.scaler.owner is None: self.scaler.owner = self # a copy of a scaler has none
 
     def __call__(self, event_name):
         if self.learn is not None: super().__call__(event_name) # else another callback has just removed this one
@@ -107,7 +102,10 @@ class DynamicMixedPrecision(MixedPrecision):
     @property
     def autocast(self) -> torch.autocast:
         "The autocast context, for code written for fastai's `MixedPrecision`"
-        return torch.autocast(next(self.learn.model.parameters()).device.type, dtype=self.dtype)
+        device = next(self.learn.model.parameters()).device.type
+        is_ready = self.context is not None and self.context.device==device
+        if not is_ready: self.context = torch.autocast(device, dtype=self.dtype) # entered here may be left there
+        return self.context
     @property
     def n_skipped(self) -> int:
         "How many steps were skipped"
@@ -122,7 +120,7 @@ class DynamicMixedPrecision(MixedPrecision):
         return self.step.norm if self.step else None
     @property
     def history(self) -> pd.DataFrame:
-        "A row for each step since you created the callback, with its fit, its loss scale, and the gradient norm before clipping"
+        "A row for each step since you created the callback, with its loss scale and the gradient norm before clipping"
         return self.log.frame()
 
     # What stays in fp32
@@ -141,10 +139,11 @@ class DynamicMixedPrecision(MixedPrecision):
         return PrecisionPlan(model, self.dtype, self.keeps(model))
 
     def ready(self, entry=None): # The `Entry` of the fit or the validation
-        "The plan for the current `learn.model`, which other code may have wrapped or replaced; `entry` then begins its forward passes"
+        "The plan for `learn.model`, which other code may have replaced; `entry` then begins its forward passes"
         learn = self.learn
         if self.plan is None or self.plan.wrapped is not learn.model:
-            self.plan,self.ranks,self.states = self.make_plan(learn.model),Ranks(learn.model),None # modules may be others
+            self.plan,self.ranks = self.make_plan(learn.model),Ranks(learn.model)
+            self.states = None # modules may be others
             self.scaler.enable(self.amp_mode==AMPMode.FP16 and bool(self.plan.in_half))
         if entry is None: return self.plan
         if not self.has_states(): self.find_states()
@@ -160,14 +159,8 @@ class DynamicMixedPrecision(MixedPrecision):
 
     def find_states(self):
         "Find everything that a batch may change"
-        learn = self.learn
-        modules = ModelState(self.plan.model, learn.loss_func, learn)
-        modules.watches = self.infinite_model is not learn.model
-        self.states = modules,LearnerState(learn, modules.hooks) # callbacks may add hooks in a batch, and remove them
-
-    def accept_infinity(self):
-        "The predictions of the model are infinite in fp32 as well, so they are no sign of an overflow until it trains"
-        self.infinite_model,self.states[0].watches = self.learn.model,False
+        modules = ModelState(self.plan.model, self.learn.loss_func, self.learn)
+        self.states = modules,LearnerState(self.learn, modules.hooks) # callbacks may add and remove hooks in a batch
 
     # A fit
 
@@ -181,10 +174,10 @@ class DynamicMixedPrecision(MixedPrecision):
         self.promoted = self.promoted_in(self.learn.model)
         plan,in_opt = self.ready(),{p for pg in self.opt.param_lists for p in pg}
         if in_opt and in_opt.isdisjoint(plan.params):
-            raise ValueError("The optimizer holds none of the model's parameters: call learn.create_opt() after you replace learn.model.")
+            raise ValueError("The optimizer holds none of the model's parameters: "
+                             "call learn.create_opt() after you replace learn.model.")
         warn_of_slow_half(plan, not self.log.steps)
-        self.step = None
-        self.said,self.stopped,self.infinite_model = set(),None,None
+        self.said,self.step,self.stopped = set(),None,None
         self.log.begin_fit('lr_find' if self.learn._grab_cbs(LRFinder) else 'fit')
         self.comparison.begin_fit()
         if not goes_on: self.log.unhelpful_diagnoses = self.log.skipped_in_a_row = 0
@@ -206,17 +199,22 @@ class DynamicMixedPrecision(MixedPrecision):
     def before_train(self):
         self.agree()
         self.log.epoch_start = len(self.log.steps)
-        resumes = self.resumed and hasattr(self.learn, 'skip_to_epoch') # with a `start_epoch`
-        if resumes: set_learner_random_states(self.learn, self.resumed)
+        starts_later = hasattr(self.learn, 'skip_to_epoch') # with a `start_epoch`
+        if starts_later and self.resumed: set_learner_random_states(self.learn, self.resumed)
         self.resumed = None
     def after_epoch(self):
-        if not self.learn._fitting or self.ranks is None or self.ranks.size==1: return
-        self.randoms = self.ranks.gather(learner_random_states(self.learn))
+        if not self.learn._fitting: return
+        if self.ranks and self.ranks.size>1: self.randoms = self.ranks.gather(learner_random_states(self.learn))
     def after_fit(self): self.plan = self.states = None # you may change the model before the next fit
+
+    def forget_step(self):
+        "Forget an unfinished step, but not its gradients"
+        self.step = None
 
     # Events of a batch
 
-    before_batch = after_pred = after_loss = noop # a batch begins when all callbacks have prepared it; predictions leave the model in fp32
+    # a batch begins when all callbacks have prepared it; predictions leave the model in fp32
+    before_batch = after_pred = after_loss = noop
 
     def before_backward(self):
         # a learner's own `one_batch`, without fastai's events, or a second step in a batch
@@ -233,52 +231,44 @@ class DynamicMixedPrecision(MixedPrecision):
         step = self.step
         what = step.conclude()
         if what is Next.step: step.decided_at = step.batches.entry.passes
-        elif what is Next.skip and step.lacks_backward: step.done = True # as in fp32
-        elif what is Next.skip: self.skip_step()
+        if what is Next.skip:
+            if step.lacks_backward: step.done = True # as in fp32
+            else: self.skip_step()
 
     def after_step(self): # the optimizer has taken it
         step = self.step
-        if step is None or step.decided_at is None or step.done: return
+        if step is None or not step.is_due: return
         self.step_taken()
-        # if the model runs again in this batch, a second step begins; it cannot run again, since the weights have changed
-        begin = partial(self.begin_step, step.batches.entry, False, is_second=True)
-        step.batches.entry.around_next = lambda call, aside: begin() or call()
+        def begin_second(call, aside): # if the model runs once more in this batch
+            self.begin_step(step.batches.entry, False, is_second=True) # cannot run again, as weights have changed
+            return call()
+        step.batches.entry.around_next = begin_second
 
     def after_cancel_step(self): # half precision may be why another callback has cancelled it
         step = self.step
         if step is None or step.done: return
-        if step.decided_at is not None: self.step_taken()
+        if step.is_due: self.step_taken()
         elif step.conclude() is Next.skip: step.batches.put_back()
         step.done = True
 
     def after_batch(self): # the recorder leaves out the loss of a skipped step if it is not finite
-        is_skipped = self.skipped or self.step is not None and self.step.is_skipped # the latter for accumulated gradients
-        if not self.training or not is_skipped or self.loss is None: return
-        if hasattr(self.learn, 'recorder') and not self.is_loss_finite(): self.pause_recorder()
-
-    def is_loss_finite(self):
-        "Is the loss finite on all ranks? The recorder of each gathers all losses"
-        return math.isfinite(self.ranks.read([0*self.loss.detach().float().sum()])[0])
-
-    def pause_recorder(self):
-        "Let the recorder leave out this batch"
+        if not self.training or not hasattr(self.learn, 'recorder'): return
+        is_skipped = self.step.is_skipped if self.step else self.skipped # the former for accumulated gradients
+        if not is_skipped or self.loss is None: return
+        total, = self.ranks.read([0*self.loss.detach().float().sum()]) # the recorder of each rank gathers all losses
+        if math.isfinite(total): return
         recorder,learn = self.recorder,self.learn
         if recorder.run: self.left_out,recorder.run = recorder,False
         if not hasattr(learn, 'smooth_loss'): learn.smooth_loss = recorder.smooth_loss.value # others read it
 
     def around_step(self, f): # Function without arguments
-        "Run `f`, the step of the optimizer; if the model ran after the gradients were judged, as in SAM, judge them once more"
+        "Run `f`, the optimizer's step, unless the model ran since the decision, as in SAM, and made gradients infinite"
         step = self.step
-        if step is not None and step.decided_at not in (None,step.batches.entry.passes) and self.cannot_be_taken():
-            step.can_rerun,step.outcome,step.norm = False,Outcome.broken,math.inf # what happened since then cannot be repeated
+        if step is not None and step.is_outdated and not step.has_finite_gradients():
+            step.can_rerun = False # what happened since then cannot be repeated
+            step.outcome,step.norm = Outcome.broken,math.inf
             self.skip_step()
         f()
-
-    def cannot_be_taken(self):
-        "Is the step skipped, or are gradients not finite? The same on all ranks"
-        if self.step.is_skipped: return True
-        params = grad_params(self.opt)
-        return bool(params) and not math.isfinite(total_norm(grad_values(params)).item())
 
     # The end of a step
 
@@ -300,8 +290,8 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.scaler.get_scale()==scale: self.log.skipped_in_a_row += 1
         if step.written: self.say_once(written_gradients)
         elif step.static and overflows: self.say_once(static_overflow.format(scale))
-        elif not step.can_rerun and self.rerun: self.say_once(cannot_rerun)
-        if self.log.skipped_in_a_row>=self.patience and self.on_spiral=='heal': self.end_fit()
+        elif self.rerun and not step.can_rerun: self.say_once(cannot_rerun)
+        if self.on_spiral=='heal' and self.log.skipped_in_a_row>=self.patience: self.end_fit()
         raise CancelStepException()
 
     def end_step(self, scale, # Loss scale of the last attempt
@@ -316,8 +306,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def end_fit(self):
         "End the fit, and say why"
         n,self.log.skipped_in_a_row = self.log.skipped_in_a_row,0
-        if not self.learn._grab_cbs(LRFinder): # `lr_find` ends when the loss explodes, as in fp32
-            stop_early(self, n)
+        if not self.learn._grab_cbs(LRFinder): stop_early(self, n) # `lr_find` ends when the loss explodes, as in fp32
         raise CancelFitException()
 
     # The loop around a batch
@@ -326,19 +315,11 @@ class DynamicMixedPrecision(MixedPrecision):
                    can_rerun, # Can the batches of this step run again?
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
-        s = self.scaler
-        has_scale = s.is_enabled()
-        searches = can_rerun and has_scale and s.dynamic
-        batches = Batches(self.learn, entry, *self.states)
+        s,batches = self.scaler,Batches(self.learn, entry, *self.states)
         self.step = Step(batches, self.ranks, self.rerun, is_second=is_second, scale=s.get_scale(), proven=s.proven,
-                         floor=s.min_scale if searches else None, static=has_scale and not s.dynamic,
+                         floor=s.min_scale if s.moves and can_rerun else None, static=s.is_enabled() and not s.dynamic,
                          can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=self.log.fp32_first,
-                         largest_norm=self.largest_norm())
-
-    def largest_norm(self):
-        "The largest gradient norm of the last steps, once there are some; infinite before"
-        norms = [o.grad_norm for o in self.log.last_fit[-32:] if not o.skipped]
-        return max(norms) if self.plan.in_half and len(norms)>7 else math.inf
+                         largest_norm=self.log.largest_norm if self.plan.in_half else math.inf)
 
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
         "Note the present state, so that the batch can run again"
@@ -349,14 +330,14 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.step.in_fp32: entry.plan = None # as in the batches before this one
         if not self.rerun: return
         self.step.batches.add()
-        if is_first and self.plan.in_half and self.compares(): entry.around_next = partial(self.comparison.make, self.step, self.plan)
+        if is_first and self.compares(): entry.around_next = partial(self.comparison.make, self.step, self.plan)
 
     def compares(self):
         "Is it time to compare predictions with fp32's?"
-        learn,comparison = self.learn,self.comparison
-        if learn.training: return comparison.is_due
-        if vars(learn).get('iter'): return False # not the first batch of a validation
-        return learn._fitting or not comparison.knows(self.states[0])
+        if not self.plan.in_half: return False
+        if self.training: return self.comparison.is_due
+        if vars(self.learn).get('iter'): return False # not the first batch of a validation
+        return self.learn._fitting or not self.comparison.knows(self.states[0])
 
     def around_batch(self, entry, # The `Entry` of the fit or the validation
                      f): # Function without arguments
@@ -366,17 +347,17 @@ class DynamicMixedPrecision(MixedPrecision):
         try:
             self.begin_batch(entry)
             self.make_attempts(f)
-            end = None # depends on the step
+            if training and self.learn: end = self.step.batch_end(cancelled=False)
         except not_faults:
-            end = self.step.batch_end(cancelled=True) if training and self.step else None
+            if training and self.step: end = self.step.batch_end(cancelled=True)
             raise
         except BaseException:
-            if training and self.step: self.undo_attempt()
+            if training and self.step: self.step.undo()
             raise
         finally:
             if self.step: self.step.batches.end()
-            if not training: self.end_validation(outer)
-            elif self.step and self.learn is not None: self.end_batch(end or self.step.batch_end(cancelled=False))
+            if not training: self.step = outer
+            elif self.step: self.end_batch(end)
 
     def make_attempts(self, f): # As in `around_batch`
         "Make attempts at the batch until one counts"
@@ -385,34 +366,19 @@ class DynamicMixedPrecision(MixedPrecision):
             if self.learn is None: return # a callback has removed this one
             go = self.next_attempt()
 
-    def undo_attempt(self):
-        "Leave no trace of an attempt that an exception has ended, or of its gradients if the step was taken"
-        batches = self.step.batches
-        if self.step.is_taken: batches.gradients.drop()
-        else: batches.put_back()
-
-    def end_validation(self, outer): # The step that the batches of training before it wait for
-        "Go on with that step"
-        self.step = outer
-        # which may have been seen in a comparison
-        if self.learn and not self.states[0].watches: self.infinite_model = self.learn.model
-
     def next_attempt(self):
         "Prepare the next attempt; returns a function that makes it"
         step,(what,scale) = self.step,self.step.next
         if what is Next.diagnose: what,scale = heal(self)
-        step.begin_attempt(what, scale or self.scaler.get_scale())
+        step.begin_attempt(what, self.scaler.get_scale() if scale is None else scale)
         self.ranks.forget()
         return partial(step.batches.run, None if step.in_fp32 else self.plan)
 
     def end_batch(self, end): # A `BatchEnd`
         "Forget the step of a training batch, unless its gradients wait for the next batch"
-        step = self.step
-        if end is BatchEnd.waits:
-            if not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled that step
-            return
+        if end is BatchEnd.waits: return self.step.wait()
         if end is BatchEnd.bare:
-            if step.outcome is Outcome.fine: self.step_taken() # without events of the step, but its gradients were judged
+            if self.step.outcome is Outcome.fine: self.step_taken() # its gradients were judged after all
             else: self.say_once(bare_step)
         self.step = None
 
@@ -429,7 +395,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def say_once(self, text, # What to warn of
                  key=None): # What identifies the warning; `text` by default
         "Give a warning once per fit"
-        key = key or text
+        key = text if key is None else key
         if key in self.said: return
         self.said.add(key)
         warn_user(text)

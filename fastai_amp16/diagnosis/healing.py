@@ -138,10 +138,11 @@ def heal(
     named = [r for r in d.reports if r.verdict!='scale'] # a lower scale is part of the history
     mp.reports += named
     heals = d.verdict is Verdict.healed and mp.on_spiral=='heal'
-    mp.log.add_diagnosis(helped=heals or d.verdict is Verdict.scale)
+    helped = heals or d.verdict is Verdict.scale
+    if helped or not d.silent: mp.log.add_diagnosis(helped) # a step that is only wrong is taken anyway
     if heals: _promote(mp, d)
     if d.verdict is Verdict.fine and what is not None: # fp32 has this infinity, too
-        mp.accept_infinity()
+        step.batches.model_state.watches = False
     _tell(mp, d, named, what)
     step.silent,step.error = False,None
     if what is None:

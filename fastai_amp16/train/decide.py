@@ -14,7 +14,7 @@ from typing import NamedTuple
 # %% ../../nbs/train/06_decide.ipynb #5a765ecd
 class Outcome(Enum):
     "The result of an attempt"
-    fine = 'gradients and statistics are finite'
+    fine = 'the gradients are finite'
     overflow = 'the loss is finite, but the gradients are not: a lower loss scale may help'
     broken = 'the forward pass is not finite, or an exception was raised: no loss scale helps'
 
@@ -31,7 +31,6 @@ class Next(Enum):
 class Reading(NamedTuple):
     "What one read of the device tells of an attempt: sums over all ranks, not finite if something is not finite"
     norm:float # Norm of the gradients that the optimizer uses
-    state:float # Of what the forward pass has left in the modules
     loss:float # The loss
     others:float # Norm of all other gradients
     silent:float # On how many ranks is half precision known to be wrong, although everything is finite?
@@ -40,8 +39,8 @@ class Reading(NamedTuple):
     def outcome(self) -> Outcome:
         "What came of the attempt"
         if self.silent: return Outcome.broken
-        if math.isfinite(self.norm+self.state+self.others): return Outcome.fine
-        return Outcome.overflow if math.isfinite(self.state+self.loss) else Outcome.broken
+        if math.isfinite(self.norm+self.others): return Outcome.fine
+        return Outcome.overflow if math.isfinite(self.loss) else Outcome.broken
 
     @property
     def grad_norm(self) -> float:
@@ -55,7 +54,8 @@ _backoffs,_tries = 2,3 # number of halvings of a scale that has worked; failed a
 
 def _lower_scale(fails, floor, proven):
     "The first scale to try below all that failed"
-    if fails[-1]<=floor or len(fails)>_tries: return None
+    if fails[-1]<=floor: return None
+    if len(fails)>_tries: return None
     halves = proven and len(fails)<=_backoffs
     return max(floor, fails[-1]*(0.5 if halves else _coarse))
 
@@ -75,7 +75,8 @@ def next_scale(
     return None if new in fails else new # a scale that both fits and fails
 
 # %% ../../nbs/train/06_decide.ipynb #89328fe0
-_far,_times = 16,4 # a scale that falls this far is looked into; gradients so many times as large as before, or as fp32's
+_far = 16 # a scale that falls by this factor makes gradients suspect
+_times = 4 # gradients so many times as large as before, or as fp32's, are too large
 
 def are_too_large(
     norm:float, # Of the gradients in half precision
@@ -102,7 +103,7 @@ class Attempts:
     unusable:bool = False # Is it known that no precision helps?
     suspect_norm:float = None # The norm of gradients that were so large that fp32 was asked for its own
     # the present attempt
-    kind:Next = Next.again # In half precision (`again`, also if it is the first), or in fp32 (`fp32`, or `reference`, which takes no step)
+    kind:Next = Next.again # `again` for half precision; for fp32 `fp32`, or `reference`, which takes no step
     scale:float = 1. # The loss scale
     norm:float = None # Norm of the gradients, if known
 
@@ -114,10 +115,16 @@ class Attempts:
     @property
     def is_suspect(self) -> bool:
         "Are the gradients so large that fp32 should be asked for its own?"
-        if self.suspect_norm is not None or self.norm is None: return False # asked before
+        if self.norm is None: return False
+        if self.suspect_norm is not None: return False # asked before
         if not (self.can_heal and self.can_rerun): return False
-        fell_far = bool(self.proven and self.fails) and self.scale<self.fails[0]/_far
-        return fell_far or are_too_large(self.norm, self.largest_norm)
+        if are_too_large(self.norm, self.largest_norm): return True
+        return bool(self.proven and self.fails and self.scale<self.fails[0]/_far)
+
+    @property
+    def compares_norms(self) -> bool:
+        "Does the present attempt run in fp32 because gradients were suspect?"
+        return self.kind is Next.reference and self.suspect_norm is not None
 
     def note(self,
         outcome:Outcome # What came of the attempt
@@ -136,7 +143,7 @@ _diagnoses = 2 # per step: after the first one, another fault may show
 
 class Decision(NamedTuple):
     "What comes after an attempt"
-    what:Next
+    what:Next # `None` if nothing is decided yet
     scale:float = None # The loss scale of the next attempt, if there is another one to try
 
 def _after_fine(tried):
@@ -148,8 +155,9 @@ def _after_fine(tried):
 def _after_overflow(tried):
     if tried.static: return Decision(Next.skip)
     if tried.floor is None: return _beyond_scales(tried)
-    # without fp32, try one lower scale first: that is what helps most often
-    if tried.fp32_first and (tried.can_heal or len(tried.fails)>1): return _beyond_scales(tried)
+    if tried.fp32_first:
+        n_scales = 0 if tried.can_heal else 1 # one lower scale is what helps most often
+        if len(tried.fails)>n_scales: return _beyond_scales(tried)
     new = next_scale(tried.fits, tried.fails, tried.floor, tried.proven)
     return _beyond_scales(tried) if new is None else Decision(Next.again, new)
 
@@ -160,12 +168,13 @@ def _beyond_scales(tried):
     return Decision(Next.fp32 if tried.can_heal else Next.skip)
 
 def _after_fp32(tried, outcome):
-    if tried.kind is Next.reference and tried.suspect_norm is not None: # are the gradients as large in fp32?
-        is_wrong = outcome is Outcome.fine and are_too_large(tried.suspect_norm, tried.norm)
+    is_fine = outcome is Outcome.fine
+    if tried.compares_norms: # are the gradients as large in fp32?
+        is_wrong = is_fine and are_too_large(tried.suspect_norm, tried.norm)
         return Decision(Next.diagnose) if is_wrong else Decision(Next.again, tried.fits[-1])
-    if outcome is not Outcome.fine: return Decision(Next.skip)
-    takes_step = tried.kind is Next.fp32 or not tried.can_rerun
-    return Decision(Next.step if takes_step else Next.diagnose)
+    if not is_fine: return Decision(Next.skip)
+    if tried.kind is Next.fp32: return Decision(Next.step)
+    return Decision(Next.diagnose if tried.can_rerun else Next.step)
 
 def what_next(
     tried:Attempts, # What is known about the step

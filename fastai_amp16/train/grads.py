@@ -49,16 +49,17 @@ def scale_grads(
 # %% ../../nbs/train/01_grads.ipynb #6b5879b2
 def read_all(
     os:list, # Numbers, and tensors of one number each
-    group=None # A group of processes that all call this; `None` for this process alone
+    group=None, # A group of processes that all call this; `None` for this process alone
+    device=None # Where the group sums numbers if there is no tensor among `os`
 ) -> list: # Numbers of this process, or sums over all processes of `group`
     """Read many numbers from the device at once
 
     All tensors are copied to the device of the first one, in fp32 (or wider without a `group`), and read from
-    there in one transfer. With a `group`, an `all_reduce` of `len(os)` numbers adds them up, and at least one of
-    `os` must be a tensor. If one rank has NaN or infinity, all ranks read it."""
+    there in one transfer. With a `group`, an `all_reduce` of `len(os)` numbers adds them up. If one rank has NaN or
+    infinity, all ranks read it."""
     ts = [o for o in os if isinstance(o, Tensor)]
+    if group is not None: return _summed(os, ts[0].device if ts else device, group)
     if not ts: return list(os)
-    if group is not None: return _summed(os, ts[0].device, group)
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in ts), torch.float32)
     read = iter(_as_one(ts, ts[0].device, dtype).tolist())
     return [next(read) if isinstance(o, Tensor) else o for o in os]
@@ -72,5 +73,7 @@ def _summed(os, device, group):
 @torch.no_grad()
 def _as_one(os, device, dtype):
     "Numbers, and tensors of one number each, as one tensor"
-    def number(o): return o.to(device, dtype).reshape(()) if isinstance(o, Tensor) else torch.full((), o, dtype=dtype, device=device)
+    def number(o):
+        if isinstance(o, Tensor): return o.to(device, dtype).reshape(())
+        return torch.full((), o, dtype=dtype, device=device)
     return torch.stack([number(o) for o in os])

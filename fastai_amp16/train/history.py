@@ -30,7 +30,8 @@ class History:
         self.steps,self.epoch_start = [],0
         self.n_rerun = self.n_skipped = self.skipped_in_a_row = 0
         self.unhelpful_diagnoses = 0 # in this fit, since the last one that helped
-        self.fits,self.fit_start,self.ending = [],0,'none' # 'fit' or 'lr_find' for each; where the last one starts, how it ended
+        self.fits = [] # 'fit' or 'lr_find' for each
+        self.fit_start,self.ending = 0,'none' # where the last one starts, and how it ended
         self.kept_since = {} # the step since which a module is in fp32, by the name in `promoted`
 
     def begin_fit(self, kind:str): # 'fit' or 'lr_find'
@@ -62,8 +63,14 @@ class History:
 
     @property
     def fp32_first(self) -> bool:
-        "Should a bad batch run in fp32 before anything else is tried, since diagnoses in this fit found nothing that helps?"
+        "Should a bad batch run in fp32 first, since diagnoses in this fit found nothing that helps?"
         return self.unhelpful_diagnoses>=_most_unhelpful
+
+    @property
+    def largest_norm(self) -> float:
+        "The largest gradient norm of the last steps of the fit; infinite before there are eight"
+        norms = [o.grad_norm for o in self.last_fit[-32:] if not o.skipped]
+        return max(norms) if len(norms)>7 else math.inf
 
     @property
     def last_fit(self) -> list:
@@ -77,7 +84,8 @@ class History:
 
     def frame(self) -> pd.DataFrame:
         "All steps as a table"
-        df = pd.DataFrame(self.steps, columns=StepRecord._fields).astype({'fit':int, 'epoch':int, 'reruns':int, 'skipped':bool})
+        df = pd.DataFrame(self.steps, columns=StepRecord._fields)
+        df = df.astype({'fit':int, 'epoch':int, 'reruns':int, 'skipped':bool})
         df.insert(0, 'step', range(len(df)))
         return df
 
@@ -112,14 +120,15 @@ def plot_history(
     clipped_at=(), # Norms at which gradients are clipped
     axs=None # Two matplotlib `Axes`; a new figure by default
 ):
-    "Plot the loss scale, with marks at steps that ran again or were skipped, above the gradient norm; a line where a new fit begins"
+    "Plot the loss scale, with marks at steps that ran again or were skipped, above the gradient norm"
     if axs is None: _,axs = plt.subplots(2, 1, sharex=True, figsize=(7,5))
     scales,norms = axs
     _plot_scales(df, scales)
     _plot_norms(df, clipped_at, norms)
-    for _,row in df.drop_duplicates('fit')[1:].iterrows():
+    for _,row in df.drop_duplicates('fit')[1:].iterrows(): # where a new fit begins
         for ax in axs: ax.axvline(row.step-.5, color='tab:grey', ls=':', lw=1)
-        scales.annotate(f'{row.kind} {row.fit}', (row.step, 1), xycoords=('data','axes fraction'), va='bottom', fontsize=8, color='grey')
+        scales.annotate(f'{row.kind} {row.fit}', (row.step, 1), xycoords=('data','axes fraction'),
+                        va='bottom', fontsize=8, color='grey')
     for ax in axs:
         if ax.get_legend_handles_labels()[0]: ax.legend()
 

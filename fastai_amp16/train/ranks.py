@@ -9,9 +9,8 @@ __all__ = ['RankFailed', 'Ranks']
 import math
 from contextlib import contextmanager
 from time import monotonic,sleep
-import torch
 import torch.distributed as dist
-from torch import nn,Tensor
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from .grads import read_all
 from ..precision.plan import unwrapped
@@ -30,9 +29,9 @@ class Ranks:
         model:nn.Module=None # `learn.model`, with `DistributedDataParallel` or not; `None` for this process alone
     ):
         self.ddp = next((m for m in unwrapped(model) if isinstance(m, DistributedDataParallel)), None)
-        self.group,self.size,self.rank = None,1,0
+        self.group,self.device,self.size,self.rank = None,None,1,0
         if self.ddp is None: return
-        self.group = self.ddp.process_group
+        self.group,self.device = self.ddp.process_group,next(self.ddp.parameters()).device
         self.size,self.rank = self.group.size(),self.group.rank()
 
     def read(self,
@@ -42,10 +41,7 @@ class Ranks:
 
         Makes one `all_reduce` of `len(os)` numbers in fp32. If one rank has NaN or infinity, all ranks get it."""
         if not os: return []
-        if self.group is not None and not any(isinstance(o, Tensor) for o in os): # only tensors travel
-            device = next(self.ddp.parameters()).device
-            os = [torch.full((), o, dtype=torch.float32, device=device) for o in os]
-        return [float(o) for o in read_all(os, self.group)]
+        return [float(o) for o in read_all(os, self.group, self.device)]
 
     def _gather(self, o):
         if self.group is None: return [o]
@@ -101,7 +97,7 @@ class Ranks:
         if self.ddp is None:
             yield
             return
-        sends_buffers = self.ddp.require_forward_param_sync # each forward pass sets it for the next one, unless it raises
+        sends_buffers = self.ddp.require_forward_param_sync # a forward pass sets it for the next one, unless it raises
         try:
             with self.ddp.no_sync(): yield
         finally: self.ddp.require_forward_param_sync = sends_buffers

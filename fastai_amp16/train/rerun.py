@@ -46,8 +46,8 @@ class Gradients:
         self.before = [(p,p.grad) for p in self.params.values()] if learn.training else []
         self.scale = 1. # what they are multiplied by now
         self.hooks = [] # dicts of hooks that see true gradients now, with the number of each, and the hook itself
-        self.leaves = {} # tensors outside the model that get gradients from the loss, with the gradients they had before
-        self.scaling = ExitStack() # with a mode that scales each backward pass, until `after_backward` or the end of the attempt
+        self.leaves = {} # tensors outside the model that get gradients from the loss, with those they had before
+        self.scaling = ExitStack() # with a mode that scales backward passes, until `after_backward`
 
     @cached_property
     def params(self) -> dict: # By id
@@ -93,7 +93,7 @@ class Gradients:
         loss:Tensor, # What a backward pass starts from
         scale:float # The loss scale
     ) -> Tensor:
-        "`loss` times `scale`, and the gradients so far as well; nothing changes if code has scaled them by `learn.scaler`"
+        "`loss` times `scale`, and the gradients so far as well, unless code has scaled them by `learn.scaler`"
         factor = scale/self.scale
         if factor==1: return loss
         for t in outside(loss.grad_fn): # a temperature, the centers of a loss function, an input
@@ -115,14 +115,15 @@ class Gradients:
 class Left(BaseException):
     "Ends an attempt that cannot be used"
 
-not_faults = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
-              CancelTrainException, CancelValidException) # what callbacks raise on purpose
+# what callbacks raise on purpose
+not_faults = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+              CancelStepException, CancelTrainException, CancelValidException)
 
 def may_be_halfs(
     e:Exception, # Raised in a batch
     learn:Learner # Whose batch it was
 ) -> bool:
-    "May half precision be why `e` was raised? Not if it was in a callback or in the optimizer, outside forward passes that these make"
+    "May half precision be why `e` was raised? Not in a callback or the optimizer, outside forward passes of these"
     step = getattr(inspect.unwrap(type(learn.opt).step), '__code__', None) if learn.opt else None
     zones = {Learner.__call__.__code__: False, step: False, Entry._inside.__code__: True}
     for frame,_ in reversed([*traceback.walk_tb(e.__traceback__)]):

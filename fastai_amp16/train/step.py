@@ -33,9 +33,9 @@ class Step(Attempts):
     error:Exception = None # The exception that half precision raised
     failed:bool = False # Did a diagnosis fail?
     # the present attempt
-    ends:Callable = None # In a look: takes the loss, and says whether the batch ends before the backward pass; without a loss, it ends
+    ends:Callable = None # In a diagnosis: takes the loss, and tells whether the batch ends before its backward pass
     outcome:Outcome = None # What came out, as far as known
-    next:Decision = None # What comes next
+    next:Decision = Decision(None) # What comes next
     loss:Tensor = None # Sum of the losses that had a backward pass; `None` before the first one
     backward_at:int = None # Number of forward passes when the last backward pass began
     written:bool = False # Has other code made gradients infinite or NaN that the backward pass left finite?
@@ -51,17 +51,27 @@ class Step(Attempts):
         return 1. if self.batches.entry.plan is None else self.scale
 
     @property
-    def is_skipped(self) -> bool: return self.next is not None and self.next.what is Next.skip
+    def is_skipped(self) -> bool: return self.next.what is Next.skip
 
     @property
     def is_left(self) -> bool:
         "Does the batch run again? Then the attempt cannot be used, even if somebody's `except` has caught `Left`"
-        return self.next is not None and self.next.what not in (Next.step,Next.skip)
+        return self.next.what not in (None,Next.step,Next.skip)
 
     @property
     def is_taken(self) -> bool:
         "Is the step done, or is it decided that it will be taken?"
         return self.done or self.decided_at is not None
+
+    @property
+    def is_due(self) -> bool:
+        "Is it decided that the step will be taken, and is that still to come?"
+        return self.decided_at is not None and not self.done
+
+    @property
+    def is_outdated(self) -> bool:
+        "Did the model run after it was decided to take the step?"
+        return self.decided_at not in (None,self.batches.entry.passes)
 
     @property
     def lacks_backward(self) -> bool:
@@ -74,8 +84,12 @@ class Step(Attempts):
     ):
         "Forget the last attempt, and begin the next one"
         self.kind,self.scale,self.reruns = kind,scale,self.reruns+1
-        self.outcome = self.norm = self.next = self.loss = self.backward_at = None
-        self.written = False
+        self.outcome = self.norm = self.loss = self.backward_at = None
+        self.next,self.written = Decision(None),False
+
+    def wait(self):
+        "Let gradients wait for those of the next batch; a callback may have cancelled a step that was decided on"
+        if not self.is_skipped: self.next,self.decided_at = Decision(None),None
 
     def begin_backward(self,
         loss:Tensor # What a backward pass is about to start from
@@ -91,56 +105,72 @@ class Step(Attempts):
         "Find out what came of the gradients, unless that is known and nobody has written to them since"
         learn = self.batches.learn
         self.batches.gradients.rescale(1.) # after code which has scaled a loss by `learn.scaler`
-        if self.lacks_backward and not learn.loss.isfinite().all(): # cancelled because of what half precision has done to the loss?
+        if self.lacks_backward and not learn.loss.isfinite().all(): # cancelled because of half precision?
             self.outcome,self.norm = Outcome.broken,math.nan
             return
+        if self.is_skipped: return
         params = grad_params(learn.opt)
-        if self.is_skipped or not (params or self._used_in_hooks()): return
+        if not params and not self._used_in_hooks(): return
         grads = [p.grad for p in params]
         versions = [*map(version, grads)]
-        if self.outcome is None or not self._knows(grads, versions): self._judge(params)
+        if self._knows(grads, versions): return
+        reading = self._read(params)
+        was_fine = self.outcome is Outcome.fine
+        self.outcome,self.norm = reading.outcome,reading.grad_norm/self.ranks.size
         self.judged = grads,versions
+        if was_fine and self.outcome is not Outcome.fine:
+            self.written = self.fp32_first = True # fp32 shows whether precision matters
 
     def _used_in_hooks(self):
         "Have hooks used up all gradients in the backward pass?"
         return self.loss is not None and self.batches.has_changed()
 
     def _knows(self, grads, versions):
+        "Is `outcome` about these gradients?"
         known,known_versions = self.judged
-        return versions==known_versions and all(map(operator.is_, grads, known))
+        return self.outcome is not None and versions==known_versions and all(map(operator.is_, grads, known))
 
-    def _judge(self, params):
-        reading = self._read(params)
-        if self.outcome is Outcome.fine and reading.outcome is not Outcome.fine:
-            self.written = self.fp32_first = True # fp32 shows whether precision matters
-        self.outcome,self.norm = reading.outcome,reading.grad_norm/self.ranks.size
+    @property
+    def is_silent(self) -> bool:
+        "Is the present attempt known to be wrong, although everything may be finite?"
+        return self.silent and not self.in_fp32
 
     def _read(self, params):
         "Read all that the outcome depends on from the device, at once"
         in_opt = {*map(id, params)}
         others = [p for p in self.batches.gradients.held() if id(p) not in in_opt] # of the model or the loss
-        norm = total_norm(grad_values(params))
         numbers = Reading(
-            norm=norm,
-            state=self.batches.model_state.verdict(norm.device),
+            norm=total_norm(grad_values(params)),
             loss=0 if self.loss is None else self.loss,
             others=total_norm(grad_values(others)) if others else 0,
-            silent=int(self.silent and not self.in_fp32))
+            silent=int(self.is_silent))
         return Reading(*self.ranks.read(list(numbers)))
+
+    def has_finite_gradients(self) -> bool:
+        "May the step be taken with the gradients that the optimizer finds now? The same on all ranks"
+        if self.is_skipped: return False
+        params = grad_params(self.batches.learn.opt)
+        return not params or math.isfinite(total_norm(grad_values(params)).item())
+
+    def undo(self):
+        "Leave no trace of an attempt that an exception has ended, or of its gradients if the step is taken"
+        if self.is_taken: self.batches.gradients.drop()
+        else: self.batches.put_back()
 
     def decide(self,
         outcome:Outcome=None # What came of the attempt, if not `self.outcome`
     ) -> Next:
         "Decide what comes next"
         outcome = outcome or self.outcome
-        searches = bool(self.fails) or self.kind is Next.reference
-        if self.can_rerun and (searches or outcome is not Outcome.fine):
+        is_fine = outcome is Outcome.fine
+        is_first_fine = is_fine and not self.fails and self.kind is not Next.reference
+        if self.can_rerun and not is_first_fine:
             cannot, = self.ranks.read([int(not self.batches.can_rerun())])
             self.can_rerun = not cannot # if one rank cannot run its batches again, none does
         self.note(outcome)
         self.next = what_next(self, outcome)
-        if self.next.what is Next.reference and outcome is Outcome.fine: self.suspect_norm = self.norm
-        if self.next.what is Next.diagnose and self.kind is Next.reference and self.suspect_norm is not None: self.silent = True
+        if is_fine and self.next.what is Next.reference: self.suspect_norm = self.norm
+        elif self.compares_norms: self.silent |= self.next.what is Next.diagnose
         return self.next.what
 
     def conclude(self,
@@ -153,7 +183,7 @@ class Step(Attempts):
         self.judge()
         if self.outcome is None: return None
         if more and self.outcome is Outcome.fine: return None
-        what = self.next.what if self.next else self.decide()
+        what = self.next.what or self.decide()
         if self.is_left: raise Left
         return what
 
@@ -169,12 +199,11 @@ def attempt(self:Step,
         return self._is_done(passes, before)
     except Left: return False
     except not_faults:
-        # in a validation, a callback may cancel any batch
-        if self.is_left or self.batches.learn.training and not self._is_done(passes, before): return False
+        if not self._may_be_cancelled(passes, before): return False
         raise
     except Exception as e:
         done = False if self.is_left else self._raised(e)
-        if done is None: raise # here and not elsewhere: another frame that refers to `e` would keep it and its contexts alive
+        if done is None: raise # only here: another frame that refers to `e` would keep it and its contexts alive
         return done
     finally: self.batches.gradients.scaling.close()
 
@@ -185,16 +214,24 @@ def _is_done(self:Step,
 ):
     "Is the batch done after an attempt that came to its end, or that a callback has cancelled?"
     if self.is_left: return False
-    is_judged = self.batches.learn.training and self._is_judged(passes)
-    return is_judged or self._judge_results(before)
+    return self._is_judged(passes) or self._judge_results(before)
+
+@patch
+def _may_be_cancelled(self:Step, passes, before): # As for `_is_done`
+    "May a callback cancel the batch? In training, not for what half precision has done to it"
+    if not self.batches.learn.training: return not self.is_left
+    if not self._is_done(passes, before): return False
+    if self.unusable: self.batches.put_back()
+    return True
 
 @patch
 def _is_judged(self:Step, passes):
     "Is the result of the attempt known, or will it be when the step comes?"
+    if not self.batches.learn.training: return False
     if self.ranks.size>1: return True # the other ranks may have gone on to the step
     if self.is_taken: return True
-    now = self.batches.entry.passes
-    return now==passes or self.outcome is not None and now==self.backward_at
+    judged_at = passes if self.outcome is None else self.backward_at
+    return self.batches.entry.passes in (passes,judged_at) # no forward pass since
 
 # %% ../../nbs/train/07_step.ipynb #72687bdb
 @patch
@@ -211,19 +248,18 @@ def _are_results_bad(self:Step, before):
     new = [t for t in self._results() if not any(t is b() for b in before)]
     device = self.batches.model_state.params[0].device
     def n_bad(t): return (~stored(t.detach()).isfinite().all()).to(device).float()
-    is_wrong = int(self.silent and not self.in_fp32)
-    return self.ranks.read([sum(map(n_bad, new))+is_wrong])[0]>0
+    n, = self.ranks.read([sum(map(n_bad, new))+self.is_silent])
+    return n>0
 
 @patch
 def _judge_results(self:Step,
     before # References to predictions and loss from before the attempt
 ):
     "Judge a batch without a step: is it done?"
-    if not self.rerun: return True
-    if not self.unusable:
-        bad = self._are_results_bad(before)
-        if not bad and self.kind is not Next.reference: return True
-        if self.decide(Outcome.broken if bad else Outcome.fine) is not Next.skip: return False
+    if self.unusable or not self.rerun: return True
+    bad = self._are_results_bad(before)
+    if not bad and self.kind is not Next.reference: return True
+    if self.decide(Outcome.broken if bad else Outcome.fine) is not Next.skip: return False
     if self.batches.learn.training: self.batches.put_back()
     return True
 
@@ -253,7 +289,7 @@ class BatchEnd(Enum):
     "How a batch of training ends"
     done = 'its step was taken, skipped or cancelled'
     bare = "its code has changed the weights by itself, without fastai's events of a step"
-    dropped = 'there is nothing to wait for: a callback has cancelled it before there were gradients, or it had a step before'
+    dropped = 'a callback has cancelled it before there were gradients, or it had a step before'
     waits = 'its gradients wait for those of the next batches'
     failed = 'an exception has ended it'
 
@@ -263,10 +299,10 @@ def batch_end(self:Step,
 ) -> BatchEnd:
     "How the batch ends; may wait for the GPU if that is neither by its step nor by a callback"
     if self.done: return BatchEnd.done
-    is_known = cancelled and self.outcome is not None # as gradient accumulation does
-    if not is_known and self.batches.has_changed(): return BatchEnd.bare
-    has_gradients = is_known or not cancelled
-    return BatchEnd.waits if has_gradients and not self.is_second else BatchEnd.dropped
+    accumulates = cancelled and self.outcome is not None
+    if not accumulates and self.batches.has_changed(): return BatchEnd.bare
+    if self.is_second: return BatchEnd.dropped
+    return BatchEnd.waits if accumulates or not cancelled else BatchEnd.dropped
 
 # %% ../../nbs/train/07_step.ipynb #5b1c7e03
 class ScaledBackward(TorchFunctionMode):
@@ -278,7 +314,7 @@ class ScaledBackward(TorchFunctionMode):
         with no_torch_function(): have_graphs = any(t.grad_fn is not None for t in tensors(batches.inputs))
         self.more = {'retain_graph':True} if have_graphs else {} # a graph of the inputs must not be freed
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs = {} if kwargs is None else kwargs
         if func is not Tensor.backward: return func(*args, **kwargs)
         loss,*args = args
         step = self.owner.step # not the one of the beginning if a callback asks for a report now
@@ -298,7 +334,7 @@ class StepScaler(DynamicScaler):
     ):
         super().__init__('cpu', **kwargs)
         self.owner = owner
-    def __getstate__(self): return {**super().__getstate__(), 'owner':None} # an owner that is copied with it takes it over
+    def __getstate__(self): return {**super().__getstate__(), 'owner':None} # an owner copied with it takes it over
     @property
     def _present(self): return self.owner and self.owner.step # `step` is a method of `GradScaler`
     def enable(self, on): # Scale anything? Not where nothing computes in half precision
