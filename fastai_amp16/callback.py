@@ -57,8 +57,7 @@ class DynamicMixedPrecision(MixedPrecision):
         # For a batch that half precision cannot hold (in fp16: at any loss scale): 'heal' keeps what overflows in
         # fp32 and runs it again, 'warn' warns and skips the step, 'raise' raises `FloatingPointError` with the report
         on_spiral:str='heal',
-        # End the fit after this many skipped steps in a row (only with `on_spiral='heal'`); those that lower the
-        # loss scale do not count
+        # End the fit after so many skipped steps in a row (only for 'heal'), without those that lower the loss scale
         patience:int=3,
         # Run a batch again if it overflows? `False` skips its step, for batches with side effects (writing files, say)
         rerun:bool=True,
@@ -89,7 +88,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.scaler.owner is None: self.scaler.owner = self # a copy of a scaler has none
 
     def __call__(self, event_name):
-        if self.learn is not None: super().__call__(event_name) # else another callback has just removed this one
+        if self.learn is not None: super().__call__(event_name) # another callback may just have removed this one
 
     @property
     def training(self) -> bool:
@@ -152,7 +151,7 @@ class DynamicMixedPrecision(MixedPrecision):
         return self.plan
 
     def has_states(self):
-        "Are the states that this callback has those of the present model and loss function?"
+        "Are `states` those of the present model and loss function?"
         if not self.states: return False
         modules,_ = self.states
         return modules.model is self.plan.model and modules.loss_func is self.learn.loss_func
@@ -207,9 +206,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.ranks and self.ranks.size>1: self.randoms = self.ranks.gather(learner_random_states(self.learn))
     def after_fit(self): self.plan = self.states = None # you may change the model before the next fit
 
-    def forget_step(self):
-        "Forget an unfinished step, but not its gradients"
-        self.step = None
+    def forget_step(self): self.step = None # its gradients stay
 
     # Events of a batch
 
@@ -231,9 +228,7 @@ class DynamicMixedPrecision(MixedPrecision):
         step = self.step
         what = step.conclude()
         if what is Next.step: step.decided_at = step.batches.entry.passes
-        if what is Next.skip:
-            if step.lacks_backward: step.done = True # as in fp32
-            else: self.skip_step()
+        elif what is Next.skip: self.skip_step()
 
     def after_step(self): # the optimizer has taken it
         step = self.step
@@ -281,7 +276,9 @@ class DynamicMixedPrecision(MixedPrecision):
 
     def skip_step(self):
         "Restore everything, count the skipped step, and end the fit if too many batches in a row could not be used"
-        step,scale,self.skipped = self.step,self.scaler.get_scale(),True
+        step,scale = self.step,self.scaler.get_scale()
+        self.skipped,step.done = not step.lacks_backward,True
+        if step.lacks_backward: return # the step has no gradients in fp32 either
         overflows = step.outcome is Outcome.overflow and not step.written
         self.end_step(scale, True)
         step.batches.put_back()
@@ -315,7 +312,8 @@ class DynamicMixedPrecision(MixedPrecision):
                    can_rerun, # Can the batches of this step run again?
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
-        s,batches = self.scaler,Batches(self.learn, entry, *self.states)
+        s,is_first = self.scaler,self.training and not self.log.last_fit # of the fit
+        batches = Batches(self.learn, entry, *self.states, leftovers=is_first)
         self.step = Step(batches, self.ranks, self.rerun, is_second=is_second, scale=s.get_scale(), proven=s.proven,
                          floor=s.min_scale if s.moves and can_rerun else None, static=s.is_enabled() and not s.dynamic,
                          can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=self.log.fp32_first,
@@ -360,7 +358,7 @@ class DynamicMixedPrecision(MixedPrecision):
             elif self.step: self.end_batch(end)
 
     def make_attempts(self, f): # As in `around_batch`
-        "Make attempts at the batch until one counts"
+        "Make attempts until one counts"
         go = self.step.batches.do_one_batch = f
         while not self.step.attempt(go):
             if self.learn is None: return # a callback has removed this one

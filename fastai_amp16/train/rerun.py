@@ -40,10 +40,13 @@ class Gradients:
     "The gradients that a backward pass of the learner reaches"
     def __init__(self,
         learn:Learner, # In a fit or a validation
-        model_state:ModelState # State of its modules
+        model_state:ModelState, # State of its modules
+        leftovers:bool=False # May an earlier fit have left gradients?
     ):
         self.learn,self.model_state = learn,model_state
-        self.before = [(p,p.grad) for p in self.params.values()] if learn.training else []
+        def copied(grad): return grad.clone() if leftovers and grad is not None else None
+        ps = self.params.values() if learn.training else ()
+        self.before = [(p,p.grad,copied(p.grad)) for p in ps]
         self.scale = 1. # what they are multiplied by now
         self.hooks = [] # dicts of hooks that see true gradients now, with the number of each, and the hook itself
         self.leaves = {} # tensors outside the model that get gradients from the loss, with those they had before
@@ -103,12 +106,15 @@ class Gradients:
         with no_torch_function(): return loss.float()*factor # a plain tensor, which is faster
 
     def drop(self):
-        "Restore the gradients of the start of the step: `None` or zeros"
+        "Restore the gradients of the start of the step: `None`, zeros, or what an earlier fit has left"
         self.scale = 1.
         self.show(1.)
-        for p,grad in self.before:
+        for p,grad,values in self.before:
             p.grad = grad
-            if grad is not None: grad.detach_().zero_() # momentum and decay continue
+            if grad is None: continue
+            grad.detach_()
+            if values is None: grad.zero_() # momentum and decay continue
+            else: grad.copy_(values)
         for t,g in self.leaves.items(): t.grad = None if g is None else g.clone()
 
 # %% ../../nbs/train/05_rerun.ipynb #9d70d90e
@@ -138,12 +144,13 @@ class Batches:
         learn:Learner, # At the start of a batch, after all callbacks have prepared it
         entry:Entry, # The model's `Entry`, through which all forward passes begin
         model_state:ModelState, # State of the modules
-        learner_state:LearnerState # State of the learner and its callbacks
+        learner_state:LearnerState, # State of the learner and its callbacks
+        leftovers:bool=False # As for `Gradients`
     ):
         self.learn,self.entry,self.model_state,self.learner_state = learn,entry,model_state,learner_state
         self.model = model_state.model
         self.model_back,self.weights = model_state.note(),model_state.weights()
-        self.gradients = Gradients(learn, model_state)
+        self.gradients = Gradients(learn, model_state, leftovers)
         self.notes,self.inputs,self.at,self.in_memory = [],[],0,True
         self.do_one_batch = learn._do_one_batch # what runs a batch
 
