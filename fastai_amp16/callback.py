@@ -10,47 +10,42 @@ from importlib import import_module
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision
 from fastai.callback.schedule import LRFinder
-from fastai.callback.tracker import TerminateOnNaNCallback
 from .precision.names import as_list
 from .precision.plan import PrecisionPlan,unwrap
-from .train.grads import grad_params,grad_values,total_norm
 from .train.scaler import DynamicScaler,require
 from .train.snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
 from .train.ranks import Ranks
 from .train.rerun import Batches,Left,not_faults
-from .train.step import Next,Outcome,ScaledBackward,Step,StepScaler
+from .train.decide import Next,Outcome
+from .train.step import BatchEnd,ScaledBackward,Step,StepScaler
 from .diagnosis.compare import Comparison
 from .diagnosis.healing import heal
 from .diagnosis.report import Reports
-from .train.history import History,fp32_first
+from .train.history import History
 from .diagnosis.messages import (bare_step,cannot_rerun,check_keywords,refuse_second_precision,static_overflow,
                                    stop_early,warn_of_slow_half,warn_user,written_gradients)
 
 # %% ../nbs/00_callback.ipynb #c5961e06
-def _prepare_learners():
-    "Import what a `Learner` needs, in case only this module was imported before the callback was made or unpickled"
-    import_module('fastai_amp16.all')
-
 class DynamicMixedPrecision(MixedPrecision):
     """Mixed precision with fp32 master weights and fp32 norms, which runs a batch again rather than skip its step
 
-    Replaces fastai's `MixedPrecision`, also as `learn.mixed_precision`. The model's own parameters are the master weights, so you read,
-    edit, save and load the weights that are trained. A batch whose gradients are not finite runs again, at a lower loss scale or with the
-    layers that overflow in fp32. By default, a step is skipped only if fp32 could not take it either, or if its batch cannot run again:
-    your code changed weights or inputs within it, or it accumulates more than 1 GiB. A warning then says so. The loss scale carries over
-    from fit to fit, and checkpoints with the optimizer contain it.
+    Replaces fastai's `MixedPrecision`, also as `learn.mixed_precision`. The model's own parameters are the master
+    weights, so you read, edit, save and load the weights that are trained. A batch whose gradients are not finite
+    runs again, at a lower loss scale or with the layers that overflow in fp32. By default, a step is skipped only if
+    fp32 could not take it either, or if its batch cannot run again: your code changed weights or inputs within it,
+    or it accumulates more than 1 GiB. A warning then says so. The loss scale carries over from fit to fit, and
+    checkpoints with the optimizer contain it.
 
-    Raises `TypeError` for unknown arguments and `ValueError` for invalid ones, for a model without parameters or with half-precision ones,
-    and for an optimizer that holds none of its parameters. With `on_spiral='raise'`, raises `FloatingPointError` also for a batch that fp32
-    cannot use.
+    Raises `TypeError` for unknown arguments and `ValueError` for invalid ones, for a model without parameters or
+    with half-precision ones, and for an optimizer that holds none of its parameters. With `on_spiral='raise'`,
+    raises `FloatingPointError` also for a batch that fp32 cannot use.
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','ranks','step','states','resumed','left_out','context','meant')
+    _stateattrs = ('plan','ranks','step','states','resumed','left_out','context')
     plan = ranks = step = states = resumed = left_out = context = None
-    meant = None # the model whose infinite predictions are so in fp32 as well, until it trains
-    randoms,skipped,agreed,carries = (),False,False,False
-    looks,told = False,None # is it used for a report? what was said last of other mixed precisions
+    randoms,skipped,agreed = (),False,False
+    looks,told = False,None # does it serve a report outside a fit? what was said last of other mixed precisions
     stopped = None # why the last fit ended early, as a sentence; `None` if it did not, or if other code ended it
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
     __signature__ = None # that of `__init__`, not that of the parent class
@@ -58,38 +53,43 @@ class DynamicMixedPrecision(MixedPrecision):
     @delegates(DynamicScaler, but=['device','enabled'])
     def __init__(self,
         amp_mode:str|AMPMode=AMPMode.FP16, # 'fp16' or 'bf16'; bf16 needs no loss scale
-        keep_fp32:list|str|type|nn.Module|Callable=None, # What else to keep in fp32: a name, class, module or function, or a list of these
-        # For a batch that half precision cannot hold (in fp16: at any loss scale): 'heal' keeps what overflows in fp32 and runs it again,
-        # 'warn' warns and skips the step, 'raise' raises `FloatingPointError` with the report
+        # What else to keep in fp32: a name, class, module or function, or a list of these
+        keep_fp32:list|str|type|nn.Module|Callable=None,
+        # For a batch that half precision cannot hold (in fp16: at any loss scale): 'heal' keeps what overflows in
+        # fp32 and runs it again, 'warn' warns and skips the step, 'raise' raises `FloatingPointError` with the report
         on_spiral:str='heal',
-        # End the fit after this many skipped steps in a row (only with `on_spiral='heal'`); those that lower the loss scale do not count
+        # End the fit after so many skipped steps in a row (only for 'heal'), without those that lower the loss scale
         patience:int=3,
-        rerun:bool=True, # Run a batch again if it overflows? `False` skips its step, for batches with side effects, such as writing files
+        # Run a batch again if it overflows? `False` skips its step, for batches with side effects (writing files, say)
+        rerun:bool=True,
         **kwargs
     ):
-        _prepare_learners()
-        modes = [o.value for o in AMPMode]
-        who = type(self).__name__
+        import_module('fastai_amp16.all') # what a `Learner` needs, in case only this module was imported before
         check_keywords(DynamicMixedPrecision, kwargs)
-        require(amp_mode in (*modes,*AMPMode), who, 'amp_mode', amp_mode, ' or '.join(map(repr, modes)))
-        require(on_spiral in ('heal','warn','raise'), who, 'on_spiral', on_spiral, "'heal', 'warn' or 'raise'")
-        require(isinstance(patience, int) and patience>0, who, 'patience', patience, 'a whole number above 0')
-        require(isinstance(rerun, bool), who, 'rerun', rerun, 'True or False')
-        require('' not in as_list(keep_fp32), who, 'keep_fp32', keep_fp32, 'less than the whole model, which learn.to_fp32() keeps in fp32')
+        self._check(amp_mode=amp_mode, keep_fp32=keep_fp32, on_spiral=on_spiral, patience=patience, rerun=rerun)
         store_attr('keep_fp32,on_spiral,patience,rerun')
         self.amp_mode,self.kwargs = AMPMode(amp_mode),kwargs
         self.scaler = StepScaler(self, enabled=self.amp_mode==AMPMode.FP16, **kwargs)
-        self.log,self.scales,self.comparison = History(),L(),Comparison()
-        self.said = set()
-        self.reports,self.promoted = Reports(),[] # what diagnoses found, and what healing keeps in fp32, as `keep_fp32` takes it
+        self.log,self.scales,self.comparison,self.said = History(),L(),Comparison(),set()
+        self.reports,self.promoted = Reports(),[] # what diagnoses found; what healing keeps in fp32, as in `keep_fp32`
+
+    def _check(self, amp_mode, keep_fp32, on_spiral, patience, rerun):
+        modes = [o.value for o in AMPMode]
+        def check(ok, name, value, allowed): require(ok, type(self).__name__, name, value, allowed)
+        check(amp_mode in (*modes,*AMPMode), 'amp_mode', amp_mode, ' or '.join(map(repr, modes)))
+        check(on_spiral in ('heal','warn','raise'), 'on_spiral', on_spiral, "'heal', 'warn' or 'raise'")
+        check(isinstance(patience, int) and patience>0, 'patience', patience, 'a whole number above 0')
+        check(isinstance(rerun, bool), 'rerun', rerun, 'True or False')
+        check('' not in as_list(keep_fp32), 'keep_fp32', keep_fp32,
+              'less than the whole model, which learn.to_fp32() keeps in fp32')
 
     def __setstate__(self, state):
-        _prepare_learners()
+        import_module('fastai_amp16.all')
         super().__setstate__(state)
-        self.scaler.owner = self.scaler.owner or self # a copy of a scaler has none
+        if self.scaler.owner is None: self.scaler.owner = self # a copy of a scaler has none
 
     def __call__(self, event_name):
-        if self.learn is not None: super().__call__(event_name) # else another callback has just removed this one
+        if self.learn is not None: super().__call__(event_name) # another callback may just have removed this one
 
     @property
     def training(self) -> bool:
@@ -103,7 +103,8 @@ class DynamicMixedPrecision(MixedPrecision):
     def autocast(self) -> torch.autocast:
         "The autocast context, for code written for fastai's `MixedPrecision`"
         device = next(self.learn.model.parameters()).device.type
-        if self.context is None or self.context.device!=device: self.context = torch.autocast(device, dtype=self.dtype)
+        is_ready = self.context is not None and self.context.device==device
+        if not is_ready: self.context = torch.autocast(device, dtype=self.dtype) # entered here may be left there
         return self.context
     @property
     def n_skipped(self) -> int:
@@ -119,7 +120,7 @@ class DynamicMixedPrecision(MixedPrecision):
         return self.step.norm if self.step else None
     @property
     def history(self) -> pd.DataFrame:
-        "A row for each step since you created the callback, with its fit, its loss scale, and the gradient norm before clipping"
+        "A row for each step since you created the callback, with its loss scale and the gradient norm before clipping"
         return self.log.frame()
 
     # What stays in fp32
@@ -138,20 +139,28 @@ class DynamicMixedPrecision(MixedPrecision):
         return PrecisionPlan(model, self.dtype, self.keeps(model))
 
     def ready(self, entry=None): # The `Entry` of the fit or the validation
-        "The plan for the current `learn.model`, which other code may have wrapped or replaced; `entry` then begins its forward passes"
+        "The plan for `learn.model`, which other code may have replaced; `entry` then begins its forward passes"
         learn = self.learn
         if self.plan is None or self.plan.wrapped is not learn.model:
-            self.plan,self.ranks,self.states = self.make_plan(learn.model),Ranks(learn.model),None # and modules may be others
+            self.plan,self.ranks = self.make_plan(learn.model),Ranks(learn.model)
+            self.states = None # modules may be others
             self.scaler.enable(self.amp_mode==AMPMode.FP16 and bool(self.plan.in_half))
-        if entry is not None:
-            modules = self.states and self.states[0]
-            if not modules or modules.model is not self.plan.model or modules.loss_func is not learn.loss_func:
-                modules = ModelState(self.plan.model, learn.loss_func, learn)
-                modules.watches = self.meant is not learn.model
-                self.states = modules,LearnerState(learn, modules.hooks) # callbacks may add hooks in a batch, and remove them
-            entry.stand(learn.model)
-            entry.plan = self.plan
+        if entry is None: return self.plan
+        if not self.has_states(): self.find_states()
+        entry.stand(learn.model)
+        entry.plan = self.plan
         return self.plan
+
+    def has_states(self):
+        "Are `states` those of the present model and loss function?"
+        if not self.states: return False
+        modules,_ = self.states
+        return modules.model is self.plan.model and modules.loss_func is self.learn.loss_func
+
+    def find_states(self):
+        "Find everything that a batch may change"
+        modules = ModelState(self.plan.model, self.learn.loss_func, self.learn)
+        self.states = modules,LearnerState(self.learn, modules.hooks) # callbacks may add and remove hooks in a batch
 
     # A fit
 
@@ -163,54 +172,54 @@ class DynamicMixedPrecision(MixedPrecision):
     def begin_fit(self, goes_on): # True with a `start_epoch`
         "Check what is to be trained; `goes_on`: does the fit continue an earlier one?"
         self.promoted = self.promoted_in(self.learn.model)
-        plan,held = self.ready(),[p for pg in self.opt.param_lists for p in pg]
-        if held and not {*held} & {*plan.params}:
-            raise ValueError("The optimizer holds none of the model's parameters: call learn.create_opt() after you replace learn.model.")
+        plan,in_opt = self.ready(),{p for pg in self.opt.param_lists for p in pg}
+        if in_opt and in_opt.isdisjoint(plan.params):
+            raise ValueError("The optimizer holds none of the model's parameters: "
+                             "call learn.create_opt() after you replace learn.model.")
         warn_of_slow_half(plan, not self.log.steps)
-        self.forget_step()
-        self.said,self.stopped,self.meant = set(),None,None
+        self.said,self.step,self.stopped = set(),None,None
         self.log.begin_fit('lr_find' if self.learn._grab_cbs(LRFinder) else 'fit')
         self.comparison.begin_fit()
-        if not goes_on: self.log.fruitless = self.log.skipped_in_a_row = 0
+        if not goes_on: self.log.unhelpful_diagnoses = self.log.skipped_in_a_row = 0
 
     def agree(self):
-        "Notice modules that callbacks have replaced; with several processes, start alike: rank 0's scale and history, all promotions"
-        if (entry := vars(self.learn).get('_entry')) and entry.refresh(): self.plan = self.states = None
+        "Notice modules that callbacks have replaced; with several processes, start with what rank 0 knows"
+        entry = vars(self.learn).get('_entry')
+        if entry and entry.refresh(): self.plan = self.states = None
         if self.agreed or Ranks(self.learn.model).size==1: return
         self.agreed = True
         self.ready()
-        mine = None if self.ranks.rank else (self.log, self.scaler.state_dict())
-        promoted,states = zip(*self.ranks.gather((self.promoted, mine)))
-        (self.log,scaler),*_ = states
+        mine = None if self.ranks.rank else (self.log, self.promoted, self.scaler.state_dict())
+        (self.log,self.promoted,scaler),*_ = self.ranks.gather(mine)
         if scaler: self.scaler.load_state_dict(scaler)
-        self.promoted,self.plan = list(dict.fromkeys(sum(promoted, []))),None
+        self.plan = None
         self.ready()
 
     def before_validate(self): self.agree()
     def before_train(self):
         self.agree()
         self.log.epoch_start = len(self.log.steps)
-        if self.resumed and hasattr(self.learn, 'skip_to_epoch'): set_learner_random_states(self.learn, self.resumed) # with a `start_epoch`
+        starts_later = hasattr(self.learn, 'skip_to_epoch') # with a `start_epoch`
+        if starts_later and self.resumed: set_learner_random_states(self.learn, self.resumed)
         self.resumed = None
     def after_epoch(self):
-        if self.learn._fitting and self.ranks and self.ranks.size>1: self.randoms = self.ranks.gather(learner_random_states(self.learn))
+        if not self.learn._fitting: return
+        if self.ranks and self.ranks.size>1: self.randoms = self.ranks.gather(learner_random_states(self.learn))
     def after_fit(self): self.plan = self.states = None # you may change the model before the next fit
 
-    def forget_step(self):
-        "Forget an unfinished step; gradients that it has left enter the next one, which carries them on, as in fp32"
-        self.step,self.carries = None,True
+    def forget_step(self): self.step = None # its gradients stay
 
     # Events of a batch
 
-    before_batch = after_pred = after_loss = noop # a batch begins when all callbacks have prepared it; predictions leave the model in fp32
+    # a batch begins when all callbacks have prepared it; predictions leave the model in fp32
+    before_batch = after_pred = after_loss = noop
 
     def before_backward(self):
-        if self.step is None or self.step.done: # a learner's own `one_batch`, without fastai's events, or a second step in a batch
+        # a learner's own `one_batch`, without fastai's events, or a second step in a batch
+        if self.step is None or self.step.done:
             self.begin_step(vars(self.learn)['_entry'], False, is_second=self.step is not None)
         step = self.step
         if step.ends and step.ends(self.loss): raise Left
-        if step.ranks.size>1 and self.learn._grab_cbs((TerminateOnNaNCallback,LRFinder)): # that all may end together
-            self.learn.loss = torch.full_like(self.loss, step.ranks.read([self.loss.mean()])[0]/step.ranks.size)
         step.batches.gradients.scaling.enter_context(ScaledBackward(self))
 
     def after_backward(self):
@@ -220,39 +229,41 @@ class DynamicMixedPrecision(MixedPrecision):
         step = self.step
         what = step.conclude()
         if what is Next.step: step.decided_at = step.batches.entry.passes
-        elif what is Next.skip and step.lacks_backward: step.done = True # as in fp32
         elif what is Next.skip: self.skip_step()
 
     def after_step(self): # the optimizer has taken it
         step = self.step
-        if step is None or step.decided_at is None or step.done: return
+        if step is None or not step.is_due: return
         self.step_taken()
-        # if the model runs again in this batch, a second step begins; it cannot run again, since the weights have changed
-        begin = partial(self.begin_step, step.batches.entry, False, is_second=True)
-        step.batches.entry.around_next = lambda call, call_by: begin() or call()
+        def begin_second(call, call_by): # if the model runs once more in this batch
+            self.begin_step(step.batches.entry, False, is_second=True) # cannot run again, as weights have changed
+            return call()
+        step.batches.entry.around_next = begin_second
 
     def after_cancel_step(self): # half precision may be why another callback has cancelled it
         step = self.step
         if step is None or step.done: return
-        if step.decided_at is not None: self.step_taken()
+        if step.is_due: self.step_taken()
         elif step.conclude() is Next.skip: step.batches.put_back()
         step.done = True
 
     def after_batch(self): # the recorder leaves out the loss of a skipped step if it is not finite
-        lost = self.skipped or self.step is not None and self.step.is_skipped # the latter for accumulated gradients
-        if not self.training or not lost or not hasattr(self.learn, 'recorder') or self.loss is None: return
-        if math.isfinite(self.ranks.read([0*self.loss.detach().float().sum()])[0]): return # each rank's recorder gathers all losses
-        if self.recorder.run: self.left_out,self.recorder.run = self.recorder,False
-        if not hasattr(self.learn, 'smooth_loss'): self.learn.smooth_loss = self.recorder.smooth_loss.value # others read it
+        if not self.training or not hasattr(self.learn, 'recorder'): return
+        is_skipped = self.step.is_skipped if self.step else self.skipped # the former for accumulated gradients
+        if not is_skipped or self.loss is None: return
+        total, = self.ranks.read([0*self.loss.detach().float().sum()]) # the recorder of each rank gathers all losses
+        if math.isfinite(total): return
+        recorder,learn = self.recorder,self.learn
+        if recorder.run: self.left_out,recorder.run = recorder,False
+        if not hasattr(learn, 'smooth_loss'): learn.smooth_loss = recorder.smooth_loss.value # others read it
 
     def around_step(self, f): # Function without arguments
-        "Run `f`, the step of the optimizer; if the model ran after the gradients were judged, as in SAM, look at them once more"
+        "Run `f`, the optimizer's step, unless the model ran since the decision, as in SAM, and made gradients infinite"
         step = self.step
-        if step is not None and step.decided_at is not None and step.batches.entry.passes!=step.decided_at:
-            params = grad_params(self.opt)
-            if step.is_skipped or params and not math.isfinite(total_norm(grad_values(params)).item()): # the same on all ranks
-                step.can_rerun,step.outcome,step.norm = False,Outcome.broken,math.inf # what happened since then cannot be repeated
-                self.skip_step()
+        if step is not None and step.is_outdated and not step.has_finite_gradients():
+            step.can_rerun = False # what happened since then cannot be repeated
+            step.outcome,step.norm = Outcome.broken,math.inf
+            self.skip_step()
         f()
 
     # The end of a step
@@ -266,20 +277,19 @@ class DynamicMixedPrecision(MixedPrecision):
 
     def skip_step(self):
         "Restore everything, count the skipped step, and end the fit if too many batches in a row could not be used"
-        step,s = self.step,self.scaler
-        overflows,scaled,self.skipped = step.outcome is Outcome.overflow and not step.written,s.get_scale(),True
-        self.end_step(scaled, True)
+        step,scale = self.step,self.scaler.get_scale()
+        self.skipped,step.done = not step.lacks_backward,True
+        if step.lacks_backward: return # the step has no gradients in fp32 either
+        overflows = step.outcome is Outcome.overflow and not step.written
+        self.end_step(scale, True)
         step.batches.put_back()
         self.ranks.forget()
-        if not step.can_rerun and overflows and s.is_enabled() and scaled>s.min_scale and s.dynamic:
-            s.update(found_inf=True) # as a scaler does that skips
-        else:
-            self.log.skipped_in_a_row += 1
-            self.log.fruitless += step.unusable or step.in_fp32 or step.fp32_first
+        if overflows and not step.can_rerun: self.scaler.update(found_inf=True) # as other scalers do
+        if self.scaler.get_scale()==scale: self.log.skipped_in_a_row += 1
         if step.written: self.say_once(written_gradients)
-        elif step.static and overflows: self.say_once(static_overflow.format(scaled))
-        elif not step.can_rerun and self.rerun: self.say_once(cannot_rerun)
-        if self.log.skipped_in_a_row>=self.patience and self.on_spiral=='heal': self.end_fit()
+        elif step.static and overflows: self.say_once(static_overflow.format(scale))
+        elif self.rerun and not step.can_rerun: self.say_once(cannot_rerun)
+        if self.on_spiral=='heal' and self.log.skipped_in_a_row>=self.patience: self.end_fit()
         raise CancelStepException()
 
     def end_step(self, scale, # Loss scale of the last attempt
@@ -287,14 +297,14 @@ class DynamicMixedPrecision(MixedPrecision):
         "Add the step to the history, and plan when predictions are compared next"
         step = self.step
         self.comparison.end_step(step)
-        self.log.add(scale, step.reruns, skipped, step.norm, getattr(self.learn, 'epoch', 0), float(self.opt.hypers[-1]['lr']))
+        epoch,lr = getattr(self.learn, 'epoch', 0),float(self.opt.hypers[-1]['lr'])
+        self.log.add(scale, step.reruns, skipped, step.norm, epoch, lr)
         step.done = True
 
     def end_fit(self):
         "End the fit, and say why"
         n,self.log.skipped_in_a_row = self.log.skipped_in_a_row,0
-        if not self.learn._grab_cbs(LRFinder): # `lr_find` ends when the loss explodes, as in fp32
-            stop_early(self, n)
+        if not self.learn._grab_cbs(LRFinder): stop_early(self, n) # `lr_find` ends when the loss explodes, as in fp32
         raise CancelFitException()
 
     # The loop around a batch
@@ -303,70 +313,73 @@ class DynamicMixedPrecision(MixedPrecision):
                    can_rerun, # Can the batches of this step run again?
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
-        s = self.scaler
-        scales,norms = s.is_enabled(),[o.grad_norm for o in self.log.last_fit[-32:] if not o.skipped]
-        carried,self.carries = self.carries and self.training,self.carries and not self.training
-        self.step = Step(Batches(self.learn, entry, *self.states, carried), self.ranks, scale=s.get_scale(), settled=s.settled,
-                         floor=s.min_scale if can_rerun and scales and s.dynamic else None, static=scales and not s.dynamic,
-                         rerun=self.rerun, can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=fp32_first(self.log.fruitless),
-                         is_second=is_second, usual=max(norms) if len(norms)>7 and self.plan.in_half else math.inf)
+        s,is_first = self.scaler,self.training and not self.log.last_fit # of the fit
+        batches = Batches(self.learn, entry, *self.states, leftovers=is_first)
+        self.step = Step(batches, self.ranks, self.rerun, is_second=is_second, scale=s.get_scale(), proven=s.proven,
+                         floor=s.min_scale if s.moves and can_rerun else None, static=s.is_enabled() and not s.dynamic,
+                         can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=self.log.fp32_first,
+                         largest_norm=self.log.largest_norm if self.plan.in_half else math.inf)
 
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
         "Note the present state, so that the batch can run again"
         self.ready(entry)
         self.skipped = False
-        if first := self.step is None: self.begin_step(entry, self.rerun)
+        is_first = self.step is None
+        if is_first: self.begin_step(entry, self.rerun)
         if self.step.in_fp32: entry.plan = None # as in the batches before this one
-        if self.rerun: self.step.batches.add()
-        learn,comparison = self.learn,self.comparison
-        validates = not vars(learn).get('iter') and (learn._fitting or not comparison.knows(self.states[0]))
-        if self.rerun and first and self.plan.in_half and (comparison.is_due if learn.training else validates):
-            entry.around_next = partial(comparison.make, self.step, self.plan)
+        if not self.rerun: return
+        self.step.batches.add()
+        if is_first and self.compares(): entry.around_next = partial(self.comparison.make, self.step, self.plan)
+
+    def compares(self):
+        "Is it time to compare predictions with fp32's?"
+        if not self.plan.in_half: return False
+        if self.training: return self.comparison.is_due
+        if vars(self.learn).get('iter'): return False # not the first batch of a validation
+        return self.learn._fitting or not self.comparison.knows(self.states[0])
 
     def around_batch(self, entry, # The `Entry` of the fit or the validation
                      f): # Function without arguments
         "Run `f`, which processes one batch, until its step is taken or skipped"
-        outer,training,cancelled,goes_on = self.step,self.training,False,False
+        training,outer,end = self.training,self.step,BatchEnd.failed
         if not training: self.step = None # a validation between accumulated batches is not part of their step
         try:
             self.begin_batch(entry)
-            go = self.step.batches.do_one_batch = f
-            while not self.step.attempt(go) and self.learn is not None: go = self.next_attempt() # a callback may have removed this one
-            goes_on = True
+            self.make_attempts(f)
+            if training and self.learn: end = self.step.batch_end(cancelled=False)
         except not_faults:
-            goes_on = cancelled = True # its gradients may be accumulated
+            if training and self.step: end = self.step.batch_end(cancelled=True)
             raise
         except BaseException:
-            if training and self.step: (self.step.batches.gradients.drop if self.step.is_taken else self.step.batches.put_back)()
+            if training and self.step: self.step.undo()
             raise
         finally:
-            step = self.step
-            if step:
-                step.batches.end()
-                self.log.fruitless,step.fruitless = self.log.fruitless+step.fruitless,0
-            if not training:
-                self.step = outer
-                if self.learn and not self.states[0].watches: self.meant = self.learn.model # which may have been seen in a comparison
-            elif step and self.learn is not None: self.end_batch(goes_on, cancelled)
+            if self.step: self.step.batches.end()
+            if not training: self.step = outer
+            elif self.step: self.end_batch(end)
+
+    def make_attempts(self, f): # As in `around_batch`
+        "Make attempts until one counts"
+        go = self.step.batches.do_one_batch = f
+        while not self.step.attempt(go):
+            if self.learn is None: return # a callback has removed this one
+            go = self.next_attempt()
 
     def next_attempt(self):
         "Prepare the next attempt; returns a function that makes it"
         step,(what,scale) = self.step,self.step.next
         if what is Next.diagnose: what,scale = heal(self)
-        step.begin_attempt(what, scale or self.scaler.get_scale())
+        step.begin_attempt(what, self.scaler.get_scale() if scale is None else scale)
         self.ranks.forget()
         return partial(step.batches.run, None if step.in_fp32 else self.plan)
 
-    def end_batch(self, goes_on, # May the fit go on?
-                  cancelled): # Did a callback cancel the batch?
+    def end_batch(self, end): # A `BatchEnd`
         "Forget the step of a training batch, unless its gradients wait for the next batch"
-        step = self.step
-        is_bare = not step.done and (step.outcome is None or not cancelled) and step.batches.has_changed() # without fastai's events
-        if is_bare and step.outcome is Outcome.fine: self.step_taken() # without events of the step, but its gradients were judged
-        elif is_bare: self.say_once(bare_step)
-        if not goes_on: self.forget_step()
-        elif step.done or is_bare or step.is_second or cancelled and step.outcome is None: self.step = None
-        elif not step.is_skipped: step.next = step.decided_at = None # a callback may have cancelled a step that was decided on
+        if end is BatchEnd.waits: return self.step.wait()
+        if end is BatchEnd.bare:
+            if self.step.outcome is Outcome.fine: self.step_taken() # its gradients were judged after all
+            else: self.say_once(bare_step)
+        self.step = None
 
     @contextmanager
     def asking(self, entry): # The `Entry` of the fit, or a new one
@@ -381,7 +394,8 @@ class DynamicMixedPrecision(MixedPrecision):
     def say_once(self, text, # What to warn of
                  key=None): # What identifies the warning; `text` by default
         "Give a warning once per fit"
-        if (key := key or text) in self.said: return
+        key = text if key is None else key
+        if key in self.said: return
         self.said.add(key)
         warn_user(text)
 

@@ -51,7 +51,7 @@ Learner.export = _export # fastai's own name, which `patch_to` would list as one
 def _state(mp):
     "What a checkpoint holds of mixed precision"
     random = mp.resumed or {**learner_random_states(mp.learn), 'ranks':list(mp.randoms[1:])}
-    healing = {'promoted':mp.promoted, 'fruitless':mp.log.fruitless}
+    healing = {'promoted':mp.promoted}
     return {'scaler':mp.scaler.state_dict(), 'healing':healing, 'random':random}
 
 class _OptAndMore:
@@ -80,7 +80,7 @@ def take_up(
     mp.resumed = _of_this_rank(loaded['random'])
     if learn._grab_cbs(LRFinder): return # `lr_find` restores the weights, and keeps the scale and promotions it found
     mp.plan = None
-    if healing := loaded['healing']: mp.promoted,mp.log.fruitless = healing['promoted'],healing['fruitless']
+    if healing := loaded['healing']: mp.promoted = healing['promoted']
     if scaler := loaded['scaler']: mp.scaler.load_state_dict(scaler)
 
 def _with_more(f, loads):

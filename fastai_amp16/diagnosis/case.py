@@ -19,7 +19,8 @@ from ..precision.stand_in import own_forward
 from ..util.torch_private import is_out_of_memory
 from .record import Recording,loss_name,sampled
 from ..train.rerun import Left,not_faults
-from ..train.step import Next,Step,are_too_large
+from ..train.decide import Next,are_too_large
+from ..train.step import Step
 
 # %% ../../nbs/diagnosis/03_case.ipynb #27dfe652
 def _derivative(run, s):

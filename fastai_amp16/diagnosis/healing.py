@@ -13,7 +13,7 @@ from ..precision.names import in_words,keep_code,names_of
 from ..util.torch_private import is_out_of_memory
 from .report import error_in_words
 from ..train.ranks import RankFailed
-from ..train.step import Next
+from ..train.decide import Next
 from .case import Case
 from .diagnose import diagnose
 from .messages import failed_diagnosis,not_again,showing
@@ -137,9 +137,12 @@ def heal(
     step.failed = bool(d.failures)
     named = [r for r in d.reports if r.verdict!='scale'] # a lower scale is part of the history
     mp.reports += named
-    if d.verdict is Verdict.healed and mp.on_spiral=='heal': _promote(mp, d)
+    heals = d.verdict is Verdict.healed and mp.on_spiral=='heal'
+    helped = heals or d.verdict is Verdict.scale
+    if helped or not d.silent: mp.log.add_diagnosis(helped) # a step that is only wrong is taken anyway
+    if heals: _promote(mp, d)
     if d.verdict is Verdict.fine and what is not None: # fp32 has this infinity, too
-        mp.meant,step.batches.model_state.watches = mp.learn.model,False
+        step.batches.model_state.watches = False
     _tell(mp, d, named, what)
     step.silent,step.error = False,None
     if what is None:

@@ -18,11 +18,14 @@ from ..util.torch_private import hooks_of,no_torch_function
 from .snapshot import LearnerState,ModelState
 
 # %% ../../nbs/train/05_rerun.ipynb #b932aa01
-def _is_ours(hook): return (getattr(getattr(hook, 'func', hook), '__module__', None) or '').startswith('fastai_amp16.')
+def _is_ours(hook):
+    module = getattr(getattr(hook, 'func', hook), '__module__', None) or ''
+    return module.startswith('fastai_amp16.')
 
 def _with_true(hook, scale, grad):
     "Call `hook` with the true gradient; what has overflowed stays infinite, since the batch runs again for that"
-    if (res := hook(grad/scale)) is None: return None
+    res = hook(grad/scale)
+    if res is None: return None
     return res*scale if grad.is_sparse else torch.where(grad.isfinite(), res*scale, grad)
 
 def _after_true(hook, scale, p):
@@ -38,22 +41,23 @@ class Gradients:
     def __init__(self,
         learn:Learner, # In a fit or a validation
         model_state:ModelState, # State of its modules
-        carried:bool=False # May there be gradients from before the step, such as those that accumulation left at the end of a fit?
+        leftovers:bool=False # May an earlier fit have left gradients?
     ):
         self.learn,self.model_state = learn,model_state
+        def copied(grad): return grad.clone() if leftovers and grad is not None else None
         ps = self.params.values() if learn.training else ()
-        self.before = [(p,p.grad,p.grad.detach().clone() if carried and p.grad is not None else None) for p in ps]
+        self.before = [(p,p.grad,copied(p.grad)) for p in ps]
         self.scale = 1. # what they are multiplied by now
-        self.hooks = [] # dicts of hooks that see true gradients now, with how they are called, and the hooks themselves
-        self.leaves = {} # tensors outside the model that get gradients from the loss, with the gradients they had before
-        self.scaling = ExitStack() # with a mode that scales each backward pass, until `after_backward` or the end of the attempt
+        self.hooks = [] # dicts of hooks that see true gradients now, with the number of each, and the hook itself
+        self.leaves = {} # tensors outside the model that get gradients from the loss, with those they had before
+        self.scaling = ExitStack() # with a mode that scales backward passes, until `after_backward`
 
     @cached_property
     def params(self) -> dict: # By id
         "All parameters that may have gradients, including those of a loss function and others that the optimizer holds"
         opt = self.learn.opt
-        held = [] if opt is None else [p for pg in opt.param_lists for p in pg]
-        return {id(p): p for p in (*self.model_state.params, *held)}
+        in_opt = [] if opt is None else [p for pg in opt.param_lists for p in pg]
+        return {id(p): p for p in (*self.model_state.params, *in_opt)}
 
     def held(self) -> list: # Parameters, and leaves outside the model
         "Everything that has a gradient now"
@@ -66,52 +70,71 @@ class Gradients:
         factor,self.scale = scale/self.scale,scale
         if factor==1: return
         self.show(scale)
-        if ps := self.held(): scale_grads([p.grad for p in ps], factor)
+        grads = [p.grad for p in self.held()]
+        if grads: scale_grads(grads, factor)
 
     def show(self,
         scale:float # The loss scale in a backward pass, 1 outside
     ):
         "Let hooks on parameters and other leaves see true gradients"
-        for d,_,before in self.hooks: d.update({k: before[k] for k in d.keys() & before.keys()}) # those that were not removed
-        hooked = zip((_with_true,_after_true), hooks_of((*self.params.values(), *self.leaves))) if scale!=1 else ()
-        self.hooks = [(d,how,{k: h for k,h in d.items() if not _is_ours(h)}) for how,ds in hooked for d in ds]
-        for d,how,theirs in self.hooks: d.update({k: partial(how, h, scale) for k,h in theirs.items()})
+        for hooks,k,hook in self.hooks:
+            if k in hooks: hooks[k] = hook # not removed since
+        self.hooks = []
+        if scale==1: return
+        before,after = hooks_of((*self.params.values(), *self.leaves))
+        self._replace(before, _with_true, scale)
+        self._replace(after, _after_true, scale)
+
+    def _replace(self, dicts, call, scale):
+        for hooks in dicts:
+            for k,hook in hooks.items():
+                if _is_ours(hook): continue
+                self.hooks.append((hooks,k,hook))
+                hooks[k] = partial(call, hook, scale)
 
     def scaled(self,
         loss:Tensor, # What a backward pass starts from
         scale:float # The loss scale
     ) -> Tensor:
-        "`loss` times `scale`, and the gradients so far as well; nothing changes if code has scaled them by `learn.scaler`"
+        "`loss` times `scale`, and the gradients so far as well, unless code has scaled them by `learn.scaler`"
         factor = scale/self.scale
         if factor==1: return loss
-        for t in {*outside(loss.grad_fn)}.difference(self.leaves): # a temperature, the centers of a loss function, an input
-            if id(t) not in self.params: self.leaves[t] = None if t.grad is None else t.grad.clone()
+        for t in outside(loss.grad_fn): # a temperature, the centers of a loss function, an input
+            if t in self.leaves or id(t) in self.params: continue
+            self.leaves[t] = None if t.grad is None else t.grad.clone()
         self.rescale(scale)
         with no_torch_function(): return loss.float()*factor # a plain tensor, which is faster
 
     def drop(self):
-        "Restore the gradients of the start of the step: `None`, zeros, with which momentum and decay continue, or what was left before it"
+        "Restore the gradients of the start of the step: `None`, zeros, or what an earlier fit has left"
         self.scale = 1.
         self.show(1.)
-        for p,g,copy in self.before: p.grad = g if g is None else g.detach_().zero_() if copy is None else g.detach_().copy_(copy)
-        for t,g in self.leaves.items(): t.grad = g if g is None else g.clone()
+        for p,grad,values in self.before:
+            p.grad = grad
+            if grad is None: continue
+            grad.detach_()
+            if values is None: grad.zero_() # momentum and decay continue
+            else: grad.copy_(values)
+        for t,g in self.leaves.items(): t.grad = None if g is None else g.clone()
 
 # %% ../../nbs/train/05_rerun.ipynb #9d70d90e
 class Left(BaseException):
     "Ends an attempt that cannot be used"
 
-not_faults = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
-              CancelTrainException, CancelValidException) # what callbacks raise on purpose
+# what callbacks raise on purpose
+not_faults = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+              CancelStepException, CancelTrainException, CancelValidException)
 
 def may_be_halfs(
     e:Exception, # Raised in a batch
     learn:Learner # Whose batch it was
 ) -> bool:
-    "May half precision be why `e` was raised? Not if it was in a callback or in the optimizer, outside forward passes that these make"
+    "May half precision be why `e` was raised? Not in a callback or the optimizer, outside forward passes of these"
     step = getattr(inspect.unwrap(type(learn.opt).step), '__code__', None) if learn.opt else None
     zones = {Learner.__call__.__code__: False, step: False, Entry._inside.__code__: True}
-    found = [zones[f.f_code] for f,_ in traceback.walk_tb(e.__traceback__) if f.f_code in zones]
-    return found[-1] if found else True
+    for frame,_ in reversed([*traceback.walk_tb(e.__traceback__)]):
+        if frame.f_code in zones: return zones[frame.f_code]
+    return True
 
 _most_bytes = 2**30 # largest size of inputs and targets that are kept for accumulated gradients
 
@@ -122,38 +145,40 @@ class Batches:
         entry:Entry, # The model's `Entry`, through which all forward passes begin
         model_state:ModelState, # State of the modules
         learner_state:LearnerState, # State of the learner and its callbacks
-        carried:bool=False # As for `Gradients`
+        leftovers:bool=False # As for `Gradients`
     ):
-        self.learn,self.entry,self.model_state,self.learner_state,self.model = learn,entry,model_state,learner_state,model_state.model
-        self.model_back,self.weights,self.gradients = model_state.note(),model_state.weights(),Gradients(learn, model_state, carried)
+        self.learn,self.entry,self.model_state,self.learner_state = learn,entry,model_state,learner_state
+        self.model = model_state.model
+        self.model_back,self.weights = model_state.note(),model_state.weights()
+        self.gradients = Gradients(learn, model_state, leftovers)
         self.notes,self.inputs,self.at,self.in_memory = [],[],0,True
         self.do_one_batch = learn._do_one_batch # what runs a batch
 
     def add(self):
         "Note the current batch"
         size = sum(t.nbytes for t in all_tensors(self.inputs)) # without the current batch
-        self.in_memory = self.in_memory and size<=_most_bytes
+        if size>_most_bytes: self.in_memory = False
         if not self.in_memory: self.notes,self.inputs = [],[] # the step cannot run again, but this batch can
         self.notes.append(self.learner_state.note())
         self.inputs.append((self.learn.xb,self.learn.yb))
-        self.at,self.passes = len(self.notes)-1,self.entry.passes # forward passes before this batch
+        self.at = len(self.notes)-1
 
     def end(self):
         "Note that the current batch is over"
-        for o in (self.entry.end_batch,self.model_state.end,self.learner_state.end): o()
-
-    def has_written(self) -> bool:
-        "Has a weight changed since the start of the step, as far as torch's version counters tell?"
-        return self.model_state.weights()[:-1]!=self.weights[:-1]
+        self.entry.end_batch()
+        self.model_state.end()
+        self.learner_state.end()
 
     def has_changed(self) -> bool:
         "Has a weight changed since the start of the step, also by a write to `p.data`? Waits for the GPU"
-        (*marks,few),(*before,copy) = self.model_state.weights(),self.weights
-        return marks!=before or not all(map(torch.equal, few, copy))
+        *marks,values = self.model_state.weights()
+        *marks_before,values_before = self.weights
+        return marks!=marks_before or not all(map(torch.equal, values, values_before))
 
     def can_rerun(self) -> bool:
         "Can everything that changed since the start of the step be restored?"
-        return self.in_memory and not any(is_stuck() for _,is_stuck in self.notes) and not self.has_changed()
+        if not self.in_memory or any(is_stuck() for _,is_stuck in self.notes): return False
+        return not self.has_changed()
 
     def put_back(self):
         "Restore the modules to the start of the step, and drop the gradients"
@@ -163,19 +188,20 @@ class Batches:
     def run(self,
         plan:PrecisionPlan=None, # The precision of each module; `None` for fp32
         f=None, # Function that runs one batch in the place of `do_one_batch`
-        only_current:bool=False, # Run the current batch alone, not those before it?
         to_the_end:bool=False # Run all batches even if one of them is left? Those of a diagnosis always are
     ):
         "Restore the start of the step and run all batches; what a callback cancels ends this only in the last batch"
         self.entry.plan = plan
         self.put_back()
         self.model_state.to_fp32(plan)
-        for self.at in range(self.at if only_current else 0, len(self.notes)):  # noqa: B020
+        last = len(self.notes)-1
+        for self.at in range(last+1):
             learner_back,_ = self.notes[self.at]
             learner_back()
             self.learn.xb,self.learn.yb = self.inputs[self.at]
-            self.passes = self.entry.passes
             try: (f or self.do_one_batch)()
-            except (Left,*not_faults) as e: # the gradients of the batch wait for those of the next ones
-                if self.at==len(self.notes)-1 or (isinstance(e, Left) and not to_the_end): raise
+            except Left:
+                if self.at==last or not to_the_end: raise
+            except not_faults: # the gradients of the batch wait for those of the next ones
+                if self.at==last: raise
             finally: self.gradients.scaling.close()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_exporting', 'in_backward', 'in_func', 'knows_bf16', 'inside_compiled', 'compiled', 'version', 'hooks_of',
-           'buffers_of', 'marks', 'autocast_nesting', 'ThreadState']
+           'buffers_of', 'marks', 'autocast_nesting', 'ThreadState', 'default_store']
 
 # %% ../../nbs/util/01_torch_private.ipynb #aeb5449b
 from contextlib import nullcontext
@@ -173,3 +173,8 @@ def is_out_of_memory(
 
 # What `t` is a view of; without the name, `None`, as if it were no view
 def base_of(t): return getattr(t, '_base', None)
+
+# %% ../../nbs/util/01_torch_private.ipynb #31ed7ed6
+def default_store() -> torch.distributed.Store: # `None` without the name
+    "The store of the default process group"
+    return getattr(torch.distributed.distributed_c10d, '_get_default_store', lambda: None)()
