@@ -137,7 +137,7 @@ matter = dict(
     healthy=[*shared, 'computes','output','gradient','bits','flushed'],
     weights=[*shared, 'input','output','gradient'],
     divergence=[*shared, 'input','output','gradient','weight_grad'])
-matter |= dict(loss=matter['forward'], scale=matter['backward'], data=matter['weights'], loss_func=matter['weights'])
+matter |= dict(loss=matter['forward'], scale=matter['backward'], data=matter['weights'])
 
 @pytest.mark.parametrize('verdict', matter)
 def test_columns_that_matter(verdict):
@@ -288,7 +288,7 @@ def test_bars_are_as_long_as_the_room_that_is_left(dtype, top):
     bits = [-math.inf,-3.,0.,top/8,top/2,float(top),2.*top,math.inf]
     assert bars(report(*(row(f'm{i}', b) for i,b in enumerate(bits)), dtype=dtype))==pytest.approx([0,0,0,12.5,50,100,100,100], abs=0.1)
 
-@pytest.mark.parametrize('verdict', ['data','weights','loss_func','divergence'])
+@pytest.mark.parametrize('verdict', ['data','weights','divergence'])
 def test_without_bits_there_are_no_bars(verdict):
     assert 'gradient(' not in sample(verdict=verdict)._repr_html_()
 

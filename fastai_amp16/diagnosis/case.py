@@ -15,31 +15,48 @@ from ..precision.comparable import comparable,eager
 from ..util.nested import cast_floats
 from ..precision.plan import PrecisionPlan,as_list,own_forward
 from ..util.torch_private import is_out_of_memory
-from .record import Recording,loss_name,sampled
+from .measure import sampled
+from .record import Recording,loss_name
 from ..train.rerun import Left,not_faults
 from ..train.step import Next,Step,are_too_large
 
 # %% ../../nbs/diagnosis/03_case.ipynb #27dfe652
+def _depth(f): return f.depth
+
+def _givers(s):
+    "The calls that gave the tensor `s`, the outermost first"
+    return sorted((f for f,where in s.calls if where=='out'), key=_depth) if s else []
+
+def _exceeds_half(run, s):
+    "Is the gradient of `s` in fp32 larger than the largest number of half precision?"
+    if not s.half or s.ref is None or s.ref.grad is None: return False
+    return s.ref.grad.top*run.scale/run.reference.scale>torch.finfo(run.dtype).max
+
 def _derivative(run, s):
     """The call whose derivative gave the bad gradient of `s`: the innermost one that took `s` in and had a gradient before
 
     If half precision cannot hold the gradient of a tensor at all, it is the call that the tensor came from."""
-    def depth(f): return f.depth
-    took = [f for f,where in s.calls if where=='param' or where=='in' and any(o.turn<s.turn for o in f.outs)]
-    taker = max(took, key=depth, default=None)
+    def had_gradient(f): return any(o.turn<s.turn for o in f.outs)
+    took = [f for f,where in s.calls if where=='param' or where=='in' and had_gradient(f)]
+    taker = max(took, key=_depth, default=None)
     # the fp32 run does not have our cast of the prediction to fp32, which belongs to no module
-    gave = next(filter(None, (sorted((f for f,where in o.calls if where=='out'), key=depth) for o in (s.ref,s) if o)), [])
-    is_large = s.half and s.ref and s.ref.grad and s.ref.grad.top*run.scale/run.reference.scale>torch.finfo(run.dtype).max
-    if gave and is_large and (taker is None or taker.name!=gave[-1].name): return gave[-1]
-    return taker or gave and (gave[0].parent or gave[-1]) # the code around the giver, or the model's last module if there is none around it
+    gave = _givers(s.ref) or _givers(s)
+    if not gave: return taker
+    outer,inner = gave[0],gave[-1]
+    if taker and taker.name==inner.name: return taker
+    if _exceeds_half(run, s): return inner
+    return taker or outer.parent or inner # the code around the giver, or the model's last module if there is none around it
 
 def faults(
     run:Recording, # The run in half precision, with the one in fp32 as its reference
     operations:bool=True # Check the outputs of single operations, too, or only inputs and outputs of modules?
 ) -> list: # Pairs of a phase ('forward', 'loss' or 'backward') and the frame at fault, in the order of time
     "Find where numbers come from that are finite in the reference but not in `run`"
-    bad = [(f,where) for f,where,s in run.events if (operations or not f.op) and s.is_bad()]
-    frames = [f.parent if where=='in' and f.parent else f for f,where in bad]+([run.open] if run.open else [])
+    frames = []
+    for f,where,s in run.events:
+        is_seen = operations or not f.op
+        if is_seen and s.is_bad(): frames.append(where=='in' and f.parent or f)
+    if run.open: frames.append(run.open)
     gave = [_derivative(run, s) for s in run.fired if s.is_bad('grad')]
     return [('loss' if f.name==loss_name else 'forward', f) for f in frames]+[('backward',f) for f in gave if f]
 
@@ -70,17 +87,18 @@ def _run(case, rec, loss_func, plan, compares):
         try: batches.run(plan, partial(_record_batch, case, rec, loss_func), to_the_end=True)
         except (Left,*not_faults): pass
         except Exception as e: rec.fail(e)
-        rec.on,rec.pred,loss = False,cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
-        results = loss if len(learn.yb) and loss is not None else rec.pred
+        rec.on = False
+        rec.pred,loss = cast_floats(getattr(learn, 'pred', None)),getattr(learn, 'loss', None)
+        has_loss = len(learn.yb) and loss is not None
         if learn.training and rec.total is None: rec.end_backward(batches.gradients) # a learner's own training step, without events
         rec.infinite = math.isnan(batches.model_state.verdict('cpu'))
-        rec.read(results, batches.model_state.carried())
+        rec.read(loss if has_loss else rec.pred, batches.model_state.carried())
 
 def _that_raised(case, rec):
     "The call that raised; in a plain container a hook on a child does, which cannot take what the child before has given"
+    def is_container(f): return not f.op and f.name!=loss_name and not has_code(case.model.get_submodule(f.name))
     f = rec.open
-    while f and f.op is None and f.name!=loss_name and not has_code(case.model.get_submodule(f.name)):
-        f = next((o for o in reversed(rec.frames) if o.parent is f and not o.op), None)
+    while f and is_container(f): f = last(o for o in rec.frames if o.parent is f and not o.op)
     return f or rec.open
 
 def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
@@ -141,7 +159,9 @@ class Case:
     @property
     def without(self) -> str:
         "A sentence that names the callbacks that do not run; empty if all do"
-        return f"Without callbacks that raise outside a fit: {', '.join(type(o).__name__ for o in self.left_out)}." if self.left_out else ''
+        if not self.left_out: return ''
+        names = ', '.join(type(o).__name__ for o in self.left_out)
+        return f"Without callbacks that raise outside a fit: {names}."
 
     def plan(self,
         promoted=() # What else to keep in fp32, as in `keep_fp32`
@@ -174,12 +194,20 @@ class Case:
         At this scale, the largest gradients of most modules' weights and outputs in half precision are still normal numbers, in at least
         one of the calls of a module."""
         if self.min_scale is None or not self.backward: return self.scale
-        def is_half(s): return s.place not in self.half.seen or self.half.seen[s.place].half # as far as is known
-        held = [s for f in self.fp32.frames if f.op is None and f.name!=loss_name for s in (*f.params,*f.outs) if s.grad and is_half(s)]
-        by_place = groupby(held, lambda s: (s.place.call.name,s.place.where), lambda s: s.grad.top/self.scale)
-        tops = sorted(top for tops in by_place.values() if (top:=max(tops))>0)
-        least = 2.**math.ceil(math.log2(torch.finfo(self.dtype).tiny/tops[len(tops)//10])) if tops else 0. # nine of ten are normal
+        tops = sorted(top for top in self._gradients().values() if top>0)
+        least = 0.
+        if tops: # nine of ten are normal
+            least = 2.**math.ceil(math.log2(torch.finfo(self.dtype).tiny/tops[len(tops)//10]))
         return min(self.scale, max(self.min_scale, *self.ranks.gather(least)))
+
+    def _gradients(self):
+        "The largest gradients of each module's weights and of its outputs that come in half precision, as far as is known"
+        def is_half(s):
+            half = self.half.seen.get(s.place)
+            return half is None or half.half
+        held = [s for f in self.fp32.module_calls for s in (*f.params,*f.outs) if s.grad and is_half(s)]
+        tops = groupby(held, lambda s: (s.place.call.name,s.place.where), lambda s: s.grad.top/self.scale)
+        return {k: max(os) for k,os in tops.items()}
 
     def is_sound(self,
         promoted=(), # As in `plan`
@@ -191,26 +219,34 @@ class Case:
     # of this rank's batch
     def fits(self, half:Recording): # A run in half precision
         "Is everything finite, in the modules as well, and are the predictions right if `silent`?"
-        return half.finite and not self.spoilt(half) and not (self.silent and self.is_wrong(half))
+        if not half.finite or self.spoilt(half): return False
+        return not self.silent or not self.is_wrong(half)
 
     def is_wrong(self, run:Recording): # A run in any precision
         "Are predictions, or what goes to the next batch, far from those in fp32, or the gradients far larger?"
-        if self.backward and are_too_large(run.norm, max(o.norm for o in (self.fp32, *self.controls[:1]))): return True
-        return are_wrong(self.learn, run, self.fp32, self.controls) or bool(lost(run, self.fp32, self.before, self.controls))
+        norm = max(o.norm for o in (self.fp32, *self.controls[:1]))
+        if self.backward and are_too_large(run.norm, norm): return True
+        return are_wrong(self.learn, run, self.fp32, self.controls) or bool(self.lost(run))
+
+    def lost(self, run:Recording) -> dict: # as `lost` of compare
+        "What goes to the next batch and changes otherwise than in fp32, and how far off it is"
+        return lost(run, self.fp32, self.before, self.controls)
 
     @functools.cached_property
     def before(self) -> dict:
         "What modules carry to the batches, which are not running now"
         return sampled(self.batches.model_state.carried())
 
-    def make_controls(self, dtype:torch.dtype=None): # as in `rounded`
+    def make_controls(self):
         "Run the batches in fp32 with rounded outputs, for `is_wrong`; all ranks must call this"
         def in_rounded(): # since hooks that were set before are removed when a run begins
-            with rounded(self.plan(), dtype): self.f()
+            with rounded(self.plan()): self.f()
         def twice():
             with suppress(Left): self.f()
             self.f()
-        def control(f, modules=False): return replace(self, backward=self.backward and modules, f=f).run_fp32(modules, reference=self.fp32)
+        def control(f, modules=False):
+            case = replace(self, backward=self.backward and modules, f=f)
+            return case.run_fp32(modules, reference=self.fp32)
         self.controls = control(in_rounded, True),control(twice)
 
     def spoilt(self,
@@ -224,8 +260,10 @@ class Case:
     ) -> list: # As returned by `faults`
         "Find the modules at fault, in the order of time"
         res = faults(half, operations=False)
-        if res and not self.silent or any(phase!='backward' for phase,_ in res): return res
+        is_forward = any(phase!='backward' for phase,_ in res)
+        if is_forward or res and not self.silent: return res
         # an infinity inside a module's own code mostly does no harm
         inner = [o for o in faults(half) if o[0]!='backward']
-        if self.silent and not inner and self.is_wrong(half): inner = wrong_first(half, first(self.controls)) or wrong_first(half)
+        if not inner and self.silent and self.is_wrong(half):
+            inner = wrong_first(half, first(self.controls)) or wrong_first(half)
         return inner+res

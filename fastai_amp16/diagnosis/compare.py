@@ -15,7 +15,8 @@ from ..precision.comparable import comparable,eager
 from ..util.nested import all_tensors,half_types,replace,tensors
 from ..precision.plan import PrecisionPlan
 from ..util.torch_private import compiled,is_out_of_memory
-from .record import Recording,loss_name,sampled
+from .measure import sampled
+from .record import Recording,loss_name
 from ..train.snapshot import AllNoted,ModelState,unchanged
 from ..train.step import Step
 

@@ -21,7 +21,7 @@ class PrecisionReport:
     You do not make one yourself: `diagnose_fp16` and a fit do. The arguments are its attributes. `table` has one row per module, the one
     with the least room first; "How to read it" in the documentation explains its columns. `order` counts the modules in the order in which
     they ran. Shares are from 0 to 1, and NaN means not measured."""
-    verdict:str # 'healthy', 'weights', 'data', 'loss_func', 'divergence', 'scale', 'forward', 'backward' or 'loss'
+    verdict:str # 'healthy', 'weights', 'data', 'divergence', 'scale', 'forward', 'backward' or 'loss'
     sentence:str # The cause, as a sentence
     remedy:str = '' # What you can do, in words or as code
     producer:str = None # Dotted name of the module at fault; an empty string means the model itself, `None` no module
@@ -37,7 +37,7 @@ class PrecisionReport:
     @property
     def fp32_fails(self) -> bool:
         "Is fp32 unable to learn from the batch, too?"
-        return self.verdict in ('weights','data','loss_func','divergence')
+        return self.verdict in ('weights','data','divergence')
 
     @property
     def told(self) -> str:
@@ -137,7 +137,7 @@ _why = dict(
     healthy='computes output gradient bits lost flushed',
     data='input output gradient', # at fault in any precision
     divergence='input output gradient weight_grad')
-_why.update(loss=_why['forward'], scale=_why['backward'], weights=_why['data'], loss_func=_why['data'])
+_why.update(loss=_why['forward'], scale=_why['backward'], weights=_why['data'])
 _columns = {k: ['module', 'type', *v.split()] for k,v in _why.items()} # by verdict, in the order they are shown
 _most_rows = 10
 
