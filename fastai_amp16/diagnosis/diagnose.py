@@ -16,44 +16,55 @@ from .verdict import bad_weights,blame,judge
 from .words import in_report,room_in_words
 
 # %% ../../nbs/diagnosis/07_diagnose.ipynb #057a21f6
+# how a column sums up what was measured in a module
 _worst = dict(input='max', output='max', inside='max', gradient='max', weight_grad='max', bits='min', lost='max',
-              some='sum', flushed='sum', subnormal='sum') # columns, and how they sum up what was measured in a module
+              some='sum', flushed='sum', subnormal='sum')
 
 def _measured(f):
     "What was measured in the call `f`: a column, a tensor, and the `Measured` of its numbers or its gradient"
-    is_module = f.op is None
+    taken,given = ('inside','inside') if f.op else ('input','output')
     for s in f.params: yield 'weight_grad',s,s.grad
-    for s in f.ins: yield 'input' if is_module else 'inside',s,s.value
-    for s in f.outs: yield 'output' if is_module else 'inside',s,s.value
+    for s in f.ins: yield taken,s,s.value
+    for s in f.outs: yield given,s,s.value
     for s in f.outs:
-        if is_module and s.value: yield 'gradient',s,s.grad
+        if not f.op and s.value: yield 'gradient',s,s.grad
+
+def _is_half(f, column, half, in_fp32):
+    "Is this computed in half precision, as far as is known?"
+    if half and half.half: return True
+    return column!='weight_grad' and f.module not in in_fp32
 
 def _row(case, f, column, s, m, in_fp32):
     "One measure of a call as a row: `column`, and the bits that are left below the largest number of its precision"
-    is_grad,half = column in ('gradient','weight_grad'),case.half and case.half.seen.get(s.place)
-    row = {'module': f.name, column: m.top/case.scale if is_grad else m.top}
-    is_half = half and half.half or f.name not in in_fp32 and column!='weight_grad'
-    if m.top>0: row['bits'] = math.log2(torch.finfo(case.dtype if is_half else torch.float32).max/m.top)
-    if column=='output' and half: row['lost'] = bits_lost(half.sample, s.sample, case.dtype)
+    half = case.half.seen.get(s.place) if case.half else None
+    row = {'module': f.name, column: m.top}
+    if column in ('gradient','weight_grad'): row[column] = m.top/case.scale
+    dtype = case.dtype if _is_half(f, column, half, in_fp32) else torch.float32
+    if m.top>0: row['bits'] = math.log2(torch.finfo(dtype).max/m.top)
+    if half and column=='output': row['lost'] = bits_lost(half.sample, s.sample, case.dtype)
     if column=='gradient': row.update(some=m.some, flushed=m.flushed, subnormal=m.subnormal)
     return row
 
 def _table(case):
     "The table of a `PrecisionReport`, from the run in fp32 and the one in half precision"
-    modules = {n: m for n,m in case.model.named_modules() if has_code(m)} # without plain containers
-    in_fp32 = {n for n,m in modules.items() if m in case.plan().in_fp32}
-    bad = {f.name for f,where,s in case.half.events if where!='in' and s.is_bad()} if case.half else ()
-    frames = [f for f in case.fp32.frames if f.name in modules] # without the loss function
-    rows = [{'module': f.name} for f in frames]
-    rows += [_row(case, f, *o, in_fp32) for f in frames for o in _measured(f) if o[-1]]
+    in_fp32 = case.plan().in_fp32
+    frames = [f for f in case.fp32.frames if not f.in_loss and has_code(f.module)] # without plain containers
+    modules = {f.name: f.module for f in frames}
+    rows = [{'module': name} for name in modules]
+    for f in frames: rows += [_row(case, f, *o, in_fp32) for o in _measured(f) if o[-1]]
     df = pd.DataFrame(rows, columns=['module',*_worst]).astype(dict.fromkeys(_worst, float))
-    df = df.groupby('module', sort=False).agg(_worst).reset_index()
+    df = df.groupby('module', sort=False).agg(_worst)
     for c in ('flushed','subnormal'): df[c] /= df['some'].where(df['some']>0)
-    df = df.fillna(dict(input=0., output=0., bits=math.inf)).drop(columns='some')
-    df.insert(1, 'type', [type(modules[n]).__name__ for n in df.module])
-    df.insert(2, 'computes', ['fp32' if n in in_fp32 else case.kind for n in df.module])
-    df = df.assign(nonfinite=[n in bad for n in df.module], order=range(len(df)))
+    df = df.fillna(dict(input=0., output=0., bits=math.inf)).drop(columns='some').reset_index()
+    df.insert(1, 'type', [type(m).__name__ for m in modules.values()])
+    df.insert(2, 'computes', ['fp32' if m in in_fp32 else case.kind for m in modules.values()])
+    df['nonfinite'],df['order'] = df.module.isin(_not_finite(case.half)),range(len(df))
     return df.sort_values('bits', kind='stable', ignore_index=True)
+
+def _not_finite(half):
+    "The modules that give numbers which are finite in fp32 alone"
+    if half is None: return []
+    return [f.name for f,where,s in half.events if where!='in' and s.is_bad()]
 
 # %% ../../nbs/diagnosis/07_diagnose.ipynb #f52a50a2
 def diagnose(
@@ -63,10 +74,10 @@ def diagnose(
 ) -> PrecisionReport: # With `promoted`, what has to stay in fp32, and `new_scale`, a loss scale that fits
     """Find out why the batch of `case` is not finite in half precision, or how much room it has
 
-    If the batch is not finite in fp32 either, the report says whether weights or data are at fault, or training diverges.
-    If the batch is finite in fp32, it says whether a lower loss scale is enough. If not, it names the first module and operation whose
-    numbers half precision cannot hold, and what has to stay in fp32. Further runs prove `promoted` and `new_scale`. Raises whatever the
-    batch raises in fp32."""
+    If the batch is not finite in fp32 either, the report says whether weights or data are at fault, or training
+    diverges. If the batch is finite in fp32, it says whether a lower loss scale is enough. If not, it names the first
+    module and operation whose numbers half precision cannot hold, and what has to stay in fp32. Further runs prove
+    `promoted` and `new_scale`. Raises whatever the batch raises in fp32."""
     try:
         report = _report(case, note, all_buffers)
         case.ranks.gather() # has any of them failed?
@@ -81,9 +92,11 @@ def _report(case, note, all_buffers):
     if case.fp32.error is not None: raise case.fp32.error
     decide = judge if case.ranks.every(case.fp32.finite) else blame
     report = in_report(case, decide(case))
-    broken = bad_weights(case) if all_buffers and report.verdict=='healthy' else None
-    if broken: report = in_report(case, broken)
+    if all_buffers and report.verdict=='healthy':
+        broken = bad_weights(case)
+        if broken: report = in_report(case, broken)
     report.scale,report.dtype,report.table = case.scale,case.dtype,_table(case)
-    if report.verdict=='healthy' and len(report.table): report.sentence += f' {room_in_words(case, report.table)}'
+    has_room = report.verdict=='healthy' and len(report.table)
+    if has_room: report.sentence += f' {room_in_words(case, report.table)}'
     if case.without: report.sentence += f' {case.without}'
     return report

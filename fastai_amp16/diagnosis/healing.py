@@ -51,7 +51,7 @@ class Diagnosis:
         return min((r.new_scale for r in self.reports if r.new_scale), default=None)
 
 def _of_this_rank(case, error):
-    "What came of `diagnose`: the report, or else the `Verdict` on its failure and why it failed; all `None` if another rank has failed"
+    "The report, or else the `Verdict` on the failure of `diagnose` and why it failed; all `None` if another rank has failed"
     try: return diagnose(case),None,None
     except RankFailed: return None,None,None
     except Exception as e:
@@ -110,20 +110,20 @@ def diagnose_step(
     return Diagnosis(verdict, named, list(dict.fromkeys(filter(None, why))), error, silent)
 
 # %% ../../nbs/diagnosis/09_healing.ipynb #367dc7de
-_then = { # what follows a verdict with `on_spiral='heal'`, and without
-    Verdict.healed: ('again','skip'),
-    Verdict.scale: ('again','again'),
-    Verdict.unhealed: ('fp32','skip'),
-    Verdict.lost: ('reference','reference'),
-    Verdict.fine: ('as it is','as it is'),
-    Verdict.gone: ('as it is','as it is'),
-    Verdict.unknown: ('fp32','skip'),
-    Verdict.no_fp32: ('skip','skip'),
-    Verdict.raises: ('raise','raise')}
+_then = dict( # what follows a verdict with `on_spiral='heal'`, and without
+    healed='again skip',
+    scale='again again',
+    unhealed='fp32 skip',
+    lost='reference reference',
+    fine='unchanged unchanged',
+    gone='unchanged unchanged',
+    unknown='fp32 skip',
+    no_fp32='skip skip',
+    raises='raise raise')
 
 _ways = { # what that is: a `Next`, and whether it is known that no precision can use the batch
     'again': (Next.again,False),
-    'as it is': (Next.again,False),
+    'unchanged': (Next.again,False), # half precision gets the batch as it is
     'skip': (Next.again,True),
     'reference': (Next.reference,True),
     'fp32': (Next.fp32,False),
@@ -139,11 +139,12 @@ def after(
 ) -> tuple: # A `Next`, or `None` to raise the exception; and whether it is known that no precision can use the batch
     "Decide what to do after a diagnosis"
     if again and verdict in (Verdict.fine,Verdict.gone): verdict = Verdict.unhealed
-    healed,otherwise = _then[verdict]
-    then = healed if on_spiral=='heal' else otherwise
-    if silent and then in ('fp32','skip'): then = 'again' # wrong but finite: the step is taken
-    elif raised and then in ('as it is','skip','reference'): then = 'raise'
-    elif then=='as it is' and not training and not silent: then = 'skip'
+    healing,otherwise = _then[verdict.name].split()
+    then = healing if on_spiral=='heal' else otherwise
+    if silent: # wrong but finite: the step is taken
+        if then in ('fp32','skip','unchanged'): then = 'again'
+    elif then=='unchanged' and not training: then = 'skip'
+    if raised and then in ('unchanged','skip','reference'): then = 'raise'
     return _ways[then]
 
 # %% ../../nbs/diagnosis/09_healing.ipynb #b4ca1fc3
@@ -153,10 +154,10 @@ def case_of(
 ) -> Case:
     "A `Case` of the batches of the current step"
     s,step = mp.scaler,mp.step
-    is_dynamic = s.is_enabled() and s.dynamic
+    lowest,start = (s.min_scale,s.start) if s.is_enabled() and s.dynamic else (None,None)
     lrs = [s.lr for s in mp.log.last_fit if not s.skipped]
-    return Case(step, mp.keeps(mp.learn.model), mp.dtype, s.get_scale(), s.min_scale if is_dynamic else None,
-                s.start if is_dynamic else None, mp.training, step.silent, last(lrs), tell)
+    return Case(step, mp.keeps(mp.learn.model), mp.dtype, s.get_scale(), lowest, start, mp.training, step.silent,
+                last(lrs), tell)
 
 def heal(
     mp # A `DynamicMixedPrecision` with a step that half precision cannot hold

@@ -27,8 +27,9 @@ def warn_user(
     text:str # What happened, what was done and what you can do
 ):
     "Give a `PrecisionWarning` that points to the line of your code that has led here, such as `learn.fit(5)`"
+    def is_ours(frame): return frame.f_globals.get('__name__', '').split('.')[0] in _walked_through
     frame,level = sys._getframe(1),2
-    while frame.f_back and frame.f_globals.get('__name__', '').split('.')[0] in _walked_through: frame,level = frame.f_back,level+1
+    while frame.f_back and is_ours(frame): frame,level = frame.f_back,level+1
     warn(text, PrecisionWarning, stacklevel=level)
 
 # %% ../../nbs/diagnosis/08_messages.ipynb #30a15ed2
@@ -39,19 +40,22 @@ _instead = { # the names in fastai, apex, DeepSpeed and Lightning
     'max_loss_scale': 'use `max_scale`',
     'min_loss_scale': 'use `min_scale`',
     'div_factor scale_factor': 'use `growth_factor` and `backoff_factor`',
-    'flat_master master_weights': 'leave it out, since the parameters themselves are the fp32 masters',
+    'flat_master master_weights':
+        'leave it out, since the parameters themselves are the fp32 masters',
     'device': 'leave it out, since the model has one',
     'keep_batchnorm_fp32': 'leave it out, since all norms stay in fp32',
-    'clip gradient_clip_val gradient_clipping max_grad_norm max_norm': 'call `learn.add_cb(GradientNormClip(1.))`',
+    'clip gradient_clip_val gradient_clipping max_grad_norm max_norm':
+        'call `learn.add_cb(GradientNormClip(1.))`',
     'enabled opt_level precision dtype amp_mode':
         'choose the precision by calling `to_fp16_dynamic()`, `to_bf16_dynamic()` or `to_fp32()`'}
 _instead = {name: advice for names,advice in _instead.items() for name in names.split()}
 
 def _advice(name, names):
     "What to write instead of the keyword `name`, where `names` are allowed"
-    is_scaling = name in signature(DynamicScaler).parameters or _instead.get(name, '').startswith('use ')
+    advice = _instead.get(name, '')
+    is_scaling = advice.startswith('use ') or name in signature(DynamicScaler).parameters
     if is_scaling and 'init_scale' not in names: return 'leave it out, since bf16 needs no loss scale'
-    if name in _instead: return _instead[name]
+    if advice: return advice
     near = get_close_matches(name, names, 1)
     return f'use `{near[0]}`' if near else f"the arguments are {', '.join(names)}"
 
@@ -61,8 +65,8 @@ def check_keywords(
 ):
     "Raise `TypeError` for keywords that `f` does not take, and say what to write instead"
     names = [o for o in signature(f).parameters if o!='self']
-    advice = [f'{o!r}: {_advice(o, names)}' for o in kwargs if o not in names]
-    if advice: raise TypeError(f"{f.__name__}() got an unexpected keyword argument {'; '.join(advice)}.")
+    advice = '; '.join(f'{o!r}: {_advice(o, names)}' for o in kwargs if o not in names)
+    if advice: raise TypeError(f"{f.__name__}() got an unexpected keyword argument {advice}.")
 
 # %% ../../nbs/diagnosis/08_messages.ipynb #62188942
 def refuse_second_precision(
@@ -70,23 +74,25 @@ def refuse_second_precision(
 ):
     "Raise `ValueError` if Accelerate adds a mixed precision of its own"
     for cb in learn.cbs:
-        if (theirs := getattr(vars(cb).get('accelerator'), 'mixed_precision', 'no'))!='no':
-            raise ValueError(f"Accelerate is set to mixed_precision={theirs!r}, which would be a second mixed precision: "
-                             "start the script with `accelerate launch --mixed_precision no`.")
+        theirs = getattr(vars(cb).get('accelerator'), 'mixed_precision', 'no')
+        if theirs=='no': continue
+        raise ValueError(f"Accelerate is set to mixed_precision={theirs!r}, which would be a second mixed precision: "
+                         "start the script with `accelerate launch --mixed_precision no`.")
 
 def warn_of_slow_half(
     plan:PrecisionPlan, # Of a model that is about to train
     is_first:bool=True # Is this the first fit?
 ):
-    "Warn on a GPU that only emulates bf16, and in the first fit on a CPU, which has no fast kernels for convolutions in fp16"
+    "Warn on a GPU that only emulates bf16, and in the first fit on a CPU, where convolutions in fp16 are slow"
     device = plan.params[0].device
     if plan.dtype==torch.bfloat16 and emulates_bf16(device):
         name = torch.cuda.get_device_name(device)
-        warn_user(f"{name} only emulates bf16, which is slow. Training goes on; to_fp16_dynamic() is faster here.")
+        warn_user(f"{name} only emulates bf16, which is slow. Training goes on; "
+                  "to_fp16_dynamic() is faster here.")
     if not is_first or plan.dtype==torch.bfloat16 or device.type!='cpu': return
     if any(isinstance(m, convs) and m not in plan.in_fp32 for m in plan.model.modules()):
-        warn_user("On a CPU, convolutions in fp16 can be 20 times slower than in fp32. Training goes on; use to_fp32() here, "
-                  "or to_bf16_dynamic() on a CPU with bf16 instructions.")
+        warn_user("On a CPU, convolutions in fp16 can be 20 times slower than in fp32. Training goes on; "
+                  "use to_fp32() here, or to_bf16_dynamic() on a CPU with bf16 instructions.")
 
 # %% ../../nbs/diagnosis/08_messages.ipynb #04d33bd1
 def showing(
@@ -100,16 +106,19 @@ def showing(
         bar.update_bar(bar.last_v)
     return tell
 
-bare_step = ("Your training step changed weights without fastai's events, so its loss was not scaled, and an overflow goes unnoticed. "
-             'Call `self._do_grad_opt()`, or `learn._do_grad_opt()` in a callback, in place of `loss.backward()` and `opt.step()`.')
-not_again = ('A batch failed in {}, but not when it ran again unchanged, so nothing else was done about it. If you see this often, look '
-             'for code that reads memory before it writes to it, as some bf16 convolutions on a CPU do.')
-static_overflow = ('A step was skipped: its gradients overflowed at the static loss scale {:g}. To skip no step, leave out '
-                   '`dynamic=False`.')
-written_gradients = ('A step was skipped: its gradients were finite after the backward pass, but code that ran before the step made them '
-                     'infinite or NaN. Look for code that writes to `p.grad`, such as `after_backward` of a callback.')
-cannot_rerun = ('A step was skipped: its batch overflowed and could not run again, because weights or inputs were changed within the '
-                'batch, or because too many batches were accumulated. To avoid that, start with a lower init_scale.')
+bare_step = ("Your training step changed weights without fastai's events, so its loss was not scaled, and an overflow "
+             'goes unnoticed. Call `self._do_grad_opt()`, or `learn._do_grad_opt()` in a callback, in place of '
+             '`loss.backward()` and `opt.step()`.')
+not_again = ('A batch failed in {}, but not when it ran again unchanged, so nothing else was done about it. If you see '
+             'this often, look for code that reads memory before it writes to it, as some bf16 convolutions on a CPU do.')
+static_overflow = ('A step was skipped: its gradients overflowed at the static loss scale {:g}. To skip no step, '
+                   'leave out `dynamic=False`.')
+written_gradients = ('A step was skipped: its gradients were finite after the backward pass, but code that ran before '
+                     'the step made them infinite or NaN. Look for code that writes to `p.grad`, such as '
+                     '`after_backward` of a callback.')
+cannot_rerun = ('A step was skipped: its batch overflowed and could not run again, because weights or inputs were '
+                'changed within the batch, or because too many batches were accumulated. To avoid that, start with a '
+                'lower init_scale.')
 
 def failed_diagnosis(
     kind:str, # 'fp16' or 'bf16'
@@ -128,7 +137,8 @@ def _cause_of_stop(mp, batches):
     if step.unusable or step.in_fp32:
         said = f" {mp.reports[-1].sentence}" if mp.reports else ''
         return f"neither {kind} nor fp32 could use the {batches}.{said}"
-    if step.static: return f"the gradients of the {batches} overflowed at the static loss scale {mp.scaler.get_scale():g}."
+    if step.static:
+        return f"the gradients of the {batches} overflowed at the static loss scale {mp.scaler.get_scale():g}."
     return f"the {batches} overflowed in {kind} and could not run again."
 
 def _why_stopped(mp, n):
@@ -137,8 +147,8 @@ def _why_stopped(mp, n):
     batch,of = learn.epoch*learn.n_iter+learn.iter+1,learn.n_epoch*learn.n_iter
     at = f"step {done} of {of}" if done==batch else f"step {done} (batch {batch} of {of})"
     last,these = (f"last {n} batches",'these batches') if n>1 else ("last batch",'this batch')
-    return (f"Training stopped at {at}: {_cause_of_stop(mp, last)} The weights are those after step {done-n}, before {these}. "
-            "To stop later, pass a larger `patience`.")
+    return (f"Training stopped at {at}: {_cause_of_stop(mp, last)} The weights are those after step {done-n}, "
+            f"before {these}. To stop later, pass a larger `patience`.")
 
 def stop_early(
     mp, # The `DynamicMixedPrecision` that ends the fit
@@ -149,5 +159,6 @@ def stop_early(
     for cb in mp.learn._grab_cbs(SaveModelCallback):
         if cb.every_epoch or cb.at_end or not math.isinf(cb.best): continue
         cb.run = False # fastai switches it on again after the fit
-        mp.stopped += " `SaveModelCallback` has saved nothing in this fit, so it loads nothing: learn.save('model') keeps them."
+        mp.stopped += (" `SaveModelCallback` has saved nothing in this fit, so it loads nothing: "
+                       "learn.save('model') keeps them.")
     warn_user(mp.stopped)

@@ -20,7 +20,7 @@ from ..precision.plan import PrecisionPlan,convs,no_half_masters
 from ..util.torch_private import in_backward,no_torch_function,version
 from .measure import has_numbers,is_plain,measure,read,sample,sampled
 
-# %% ../../nbs/diagnosis/00_record.ipynb #9020bac5
+# %% ../../nbs/diagnosis/00_record.ipynb #0b8c4ff7
 loss_name = 'the loss function.' # no name of a module ends with a dot
 
 class Call(NamedTuple):
@@ -41,18 +41,20 @@ class Place(NamedTuple):
         return self._replace(call=self.call._replace(n=None))
 
 class Frame:
-    "A call that was recorded, within the call `parent`, with the tensors (`Seen`) that went in and out and the weights"
+    "A call that was recorded, with the tensors (`Seen`) that went in and out, and the weights"
     def __init__(self,
         call:Call, # Which one it is
-        parent:'Frame'=None # The call of a module whose code made it
+        parent:'Frame'=None, # The call of a module whose code made it
+        module:nn.Module=None # Whose code it is; `None` for a loss function that is no module
     ):
-        self.call,self.parent = call,parent
+        self.call,self.parent,self.module = call,parent,module
         self.name,self.op = call.name,call.op
+        self.in_loss = call.name==loss_name
         self.ins,self.outs,self.params = [],[],[]
         self.depth = parent.depth+1 if parent else 0
 
 class Seen:
-    "A tensor at one point in time, with what was measured of it (`value`) and later of its gradient (`grad`), and a `sample`"
+    "A tensor at one point in time, with its measures (`value`), later those of its gradient (`grad`), and a `sample`"
     value = grad = sample = None
     turn,has_hook = math.inf,False # gradients are counted as they come
     def __init__(self,
@@ -71,7 +73,7 @@ class Seen:
         if own is None: return False
         return own.nonfinite>(ref.nonfinite if ref else 0)
 
-# %% ../../nbs/diagnosis/00_record.ipynb #d851cbff
+# %% ../../nbs/diagnosis/00_record.ipynb #de19274a
 def _finite(t):
     "`t` with 0 in place of NaN and the largest number in place of infinity"
     return t.nan_to_num(0.) if t.dtype in half_types else t.nan_to_num(0., 65504., -65504.)
@@ -89,8 +91,8 @@ class Mender:
         o, # What enters or leaves a module
         name:str, # Of the module
         where:str # 'in' or 'out'
-    ): # The same, mended only where it is needed: a graph would keep a copy of each tensor that is replaced
-        "Mend what enters or leaves a module"
+    ):
+        "Mend what enters or leaves a module, only where it is needed: a graph keeps a copy of each tensor that is replaced"
         def is_intended(i): return Place(Call(name, None, None), where, i) in self.intended
         with no_torch_function():
             ts = [t for i,t in enumerate(tensors(o)) if is_plain(t) and not is_intended(i)]
@@ -108,29 +110,31 @@ class Mender:
 
 # %% ../../nbs/diagnosis/00_record.ipynb #5d43a7a2
 # operations that overwrite numbers without reading them: memory from `torch.empty` may hold anything
-_writes = {'bernoulli_','normal_','uniform_','random_','exponential_','fill_','zero_','copy_','__setitem__'}
+_writes = {'bernoulli_','normal_','uniform_','random_','exponential_',
+           'fill_','zero_','copy_','__setitem__'}
 _with_cast_weights = nn.Linear,nn.MultiheadAttention,*convs
 _harmless = {'get','set','detach','requires_grad','backward'} # operations that compute nothing
 
-def _computes(name): return name not in _harmless and 'empty' not in name and 'resize' not in name
+def _computes(name): return name not in _harmless and not re.search('empty|resize', name)
 
 def _is_ours(f):
-    "Is this frame of Python in code of this package, which is not at fault? The demo's models are the user's, so to speak"
+    "Is this frame of Python in code of this package? The demo's models are the user's, so to speak"
     name = f.f_globals.get('__name__', '')
     return name.startswith('fastai_amp16.') and name!='fastai_amp16.demo'
 
-_call_hooks = nn.modules.module,torch.utils.hooks,torch.autograd.graph,torch.autograd.function # modules of torch
+_call_hooks = nn.modules.module,torch.utils.hooks,torch.autograd.graph,torch.autograd.function
 
 def _hook_that_raised(e):
     "The hook on a module or a tensor that raised `e`, in words; `None` if no hook did"
     callers = {o.__file__ for o in _call_hooks}
-    def is_caller(f): return f.f_code.co_filename in callers
+    def calls_hooks(f): return f.f_code.co_filename in callers
     frames = [f for f,_ in traceback.walk_tb(e.__traceback__)]
-    called = [f for by,f in pairwise(frames) if is_caller(by) and not is_caller(f)]
+    called = [f for by,f in pairwise(frames) if calls_hooks(by) and not calls_hooks(f)]
     if not called or _is_ours(called[-1]): return None
     code = called[-1].f_code
     if code.co_name in ('forward','backward'): return None
-    return f'The hook `{code.co_name}` (line {code.co_firstlineno} of {Path(code.co_filename).name})'
+    file = Path(code.co_filename).name
+    return f'The hook `{code.co_name}` (line {code.co_firstlineno} of {file})'
 
 def _makes_half(p, data):
     is_master = isinstance(p, nn.Parameter) and p.dtype==torch.float32
@@ -151,8 +155,8 @@ class _RecordedLoss(GetAttr):
 class Recording(TorchFunctionMode):
     """Notes all tensors that go in and out of the modules of `model`, and of the operations in their code
 
-    With a `reference`, numbers that are finite there but not here are made finite wherever they enter or leave a module, also in
-    gradients. So each module shows its own faults, and not those of the modules before it."""
+    With a `reference`, numbers that are finite there but not here are made finite wherever they enter or leave a module,
+    also in gradients. So each module shows its own faults, and not those of the modules before it."""
     on,finite = False,True # does it record now? is everything finite so far?
     infinite = False # are predictions infinite, or what stays in modules?
     error = open = hook = None # what was raised, in which frame, and by which hook, in words
@@ -170,30 +174,36 @@ class Recording(TorchFunctionMode):
         self.dtype,self.plan,self.scale,self.reference,self.note = dtype,plan,scale,reference,note
         self.mender = Mender(reference) if reference else None
         self.frames,self.events,self.fired = [],[],[]
-        self.stack,self.calls = [],Counter() # the calls that are running, and how many of each there were
+        self.stack,self.calls = [],Counter() # calls that are running, and how many of each there were
         self.seen,self.known = {},{} # what was seen, by its place and by the tensor
         self.handles = [] # of hooks on modules and on tensors, parameters included
-        self.without_graph,self.again = set(),0 # modules that ran without a graph in a checkpoint; how many of them run again
-        self.carried = Counter() # how many numbers that modules carry to the next batch are not finite
+        self.without_graph = set() # modules that ran without a graph in a checkpoint
+        self.again = 0 # how many of them are running again
+        self.carried = Counter() # how many numbers that modules carry on are not finite
 
-    def __reduce__(self): return Recording, (nn.Identity(),) # a copied module is not recorded, and a hook that is off does no harm
+    # a copied module is not recorded, and a hook that is off does no harm
+    def __reduce__(self): return Recording, (nn.Identity(),)
 
     # the course of a run
     def begin(self,
         loss_func, # Any callable
         name:str=loss_name # Of the module whose code it stands for
     ): # What takes the place of the loss function
-        "Begin to record a batch, or the next one of several; hooks wait until then, since putting back modules removes new ones"
+        """Begin to record a batch, or the next one of several
+
+        Hooks wait until then, since putting back modules removes new ones."""
         self.stack.clear()
         self.on = True
         is_module = isinstance(loss_func, nn.Module)
-        if not self.handles: self._hook_into([*self.names, *(loss_func.modules() if is_module else ())])
+        if not self.handles:
+            for m in self.names: self._hook_into(m)
+            for m in loss_func.modules() if is_module else (): self._hook_into(m)
         return loss_func if is_module else _RecordedLoss(self, loss_func, name)
 
-    def _hook_into(self, modules):
-        for m in modules:
-            if isinstance(m, torch.jit.ScriptModule): continue
-            self.handles += [m.register_forward_pre_hook(self._pre_hook, with_kwargs=True), m.register_forward_hook(self._hook)]
+    def _hook_into(self, m):
+        if isinstance(m, torch.jit.ScriptModule): return
+        self.handles.append(m.register_forward_pre_hook(self._pre_hook, with_kwargs=True))
+        self.handles.append(m.register_forward_hook(self._hook))
 
     def fail(self,
         e:Exception # What the batch raised
@@ -222,12 +232,14 @@ class Recording(TorchFunctionMode):
         carried:list=() # Pairs of a name and a tensor: what modules carry to the next batch
     ):
         "Read all measures in one transfer from the device; set `finite` to whether `results` and gradients are finite"
-        self.pred = replace(self.pred, Tensor.detach) # a graph that no backward pass has freed would stay
+        self.pred = replace(self.pred, Tensor.detach) # or a graph that no backward pass has freed would stay
         self.left = sampled(carried)
-        noted = [(s,k) for s in {*self.seen.values()} for k in ('value','grad') if getattr(s, k) is not None]
+        seen = [(s,k) for s in {*self.seen.values()} for k in ('value','grad')]
+        noted = [(s,k) for s,k in seen if getattr(s, k) is not None]
         others = tensors([results, self.total]),[t for _,t in carried],tensors(self.pred)
-        measures,*others = read([getattr(*o) for o in noted], *([measure(t) for t in ts] for ts in others))
-        for o,m in zip(noted, measures): setattr(*o, m)
+        measures = [[getattr(s, k) for s,k in noted], *([measure(t) for t in ts] for ts in others)]
+        measures,*others = read(*measures)
+        for (s,k),m in zip(noted, measures): setattr(s, k, m)
         self._judge(*others, [name for name,_ in carried])
 
     def _judge(self, ends, carried, preds, names):
@@ -239,12 +251,12 @@ class Recording(TorchFunctionMode):
     @property
     def module_calls(self) -> list: # Of `Frame`
         "The calls of modules of the model"
-        return [f for f in self.frames if f.op is None and f.name!=loss_name]
+        return [f for f in self.frames if not f.op and not f.in_loss]
 
     # calls of modules, of the loss function and of operations
-    def _enter(self, name, ins, op=None):
+    def _enter(self, name, ins, module=None, op=None):
         "Begin a call; return its inputs, perhaps mended"
-        f = Frame(Call(name, op, self.calls[name,op]), last(self.stack))
+        f = Frame(Call(name, op, self.calls[name,op]), last(self.stack), module)
         self.calls[name,op] += 1
         self.frames.append(f)
         self.stack.append(f)
@@ -258,7 +270,8 @@ class Recording(TorchFunctionMode):
         self.stack.pop()
         return outs if f.op else self._mend(f.name, 'out', outs)
 
-    def _mend(self, name, where, o): return self.mender.values(o, name, where) if self.mender else o
+    def _mend(self, name, where, o):
+        return self.mender.values(o, name, where) if self.mender else o
 
     def _pre_hook(self, m, args, kwargs):
         if not self.on: return
@@ -268,8 +281,9 @@ class Recording(TorchFunctionMode):
             self.again += 1
             if self.again==1: self.__enter__() # a backward pass runs without this mode
         elif not torch.is_grad_enabled(): self.without_graph.add(name)
-        ins,f = self._enter(name, (args,kwargs)),self.stack[-1]
-        f.params = self._note(f, 'param', [p for p in m.parameters(recurse=False) if p.requires_grad])
+        ins = self._enter(name, (args,kwargs), m)
+        f,weights = self.stack[-1],[p for p in m.parameters(recurse=False) if p.requires_grad]
+        f.params = self._note(f, 'param', weights)
         if self._casts_weights(m):
             for s in f.params: s.half = True
         return ins
@@ -281,7 +295,8 @@ class Recording(TorchFunctionMode):
 
     def _hook(self, m, args, out):
         if not self.on: return
-        if in_backward() and not self.again: return self._mend(self.names.get(m, loss_name), 'out', out)
+        is_seen = in_backward() and not self.again
+        if is_seen: return self._mend(self.names.get(m, loss_name), 'out', out)
         if not self.stack: return
         res = self._leave(out)
         if in_backward():
@@ -291,18 +306,18 @@ class Recording(TorchFunctionMode):
 
     def _caller(self):
         "The frame whose code runs now; `None` if operations are not noted"
-        if not self.on or in_backward() and not self.again: return None
-        return last(self.stack)
+        is_seen = in_backward() and not self.again
+        return last(self.stack) if self.on and not is_seen else None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         f,name = self._caller(),func.__name__.strip('_')
         if f is None or f.op or _is_ours(sys._getframe(1)): return func(*args, **kwargs)
-        # the forward pass would raise this at its end, where nobody knows any more which module it was
+        # the forward pass would raise this at its end, where no module is known any more
         if name=='set' and _makes_half(*args): raise TypeError(no_half_masters)
         if not _computes(name): return func(*args, **kwargs)
         read = args[func.__name__ in _writes:]
-        self._enter(f.name, (read,kwargs), name)
+        self._enter(f.name, (read,kwargs), f.module, name)
         frame,res = self.stack[-1],func(*args, **kwargs)
         out = args[0] if res is None and args else res # `x[i] = y` returns nothing
         self._leave(out)
@@ -319,7 +334,7 @@ class Recording(TorchFunctionMode):
         "What is seen of `t` at this place; the same as before if nobody has written to `t` since"
         old,seen = self.known.get(_key(t), (noop,None))
         if old() is not t:
-            seen = Seen(place, t, self.reference and self.reference.seen.get(place))
+            seen = Seen(place, t, self.reference.seen.get(place) if self.reference else None)
             if place.where!='param': seen.value,seen.sample = measure(t),sample(t)
             self.known[_key(t)] = ref(t),seen
         # the output of a reentrant checkpoint was seen inside the checkpoint, where it had no graph
@@ -335,6 +350,7 @@ class Recording(TorchFunctionMode):
         if grad is None: return # a reentrant checkpoint gives none
         seen.turn = len(self.fired)
         self.fired.append(seen)
-        times = 1 if self.plan else self.scale # gradients of fp32 come without a loss scale, and are measured as if they had this one
+        # gradients of fp32 come without a loss scale, and are measured as if they had this one
+        times = 1 if self.plan else self.scale
         seen.grad = measure(grad, None if self.reference else self.dtype, times)
         if self.mender: return self.mender.grad(grad, seen.place)

@@ -13,7 +13,7 @@ from .record import loss_name
 from .case import Case
 from .verdict import BadData,BadWeights,Divergence,Fault,Healthy,HighScale,exploded
 
-# %% ../../nbs/diagnosis/06_words.ipynb #fb793ce6
+# %% ../../nbs/diagnosis/06_words.ipynb #09926785
 def place_in_words(
     case:Case, # A case with the model
     name:str # Of a module, or of the loss function
@@ -29,69 +29,82 @@ def _call_in_words(case, frame):
 
 def _producer(frame):
     "The module to name; `None` for the loss function"
-    return None if frame is None or frame.name==loss_name else frame.name
+    return None if frame is None or frame.in_loss else frame.name
 
 def _healthy(case, v):
-    if v.elsewhere: return PrecisionReport('healthy', "The fault is in the batch of another rank.")
-    return PrecisionReport('healthy', f"Everything is finite in {case.kind} at the loss scale {case.scale:g}.")
+    what = f"Everything is finite in {case.kind} at the loss scale {case.scale:g}."
+    return PrecisionReport('healthy', "The fault is in the batch of another rank." if v.elsewhere else what)
 
 def _bad_weights(case, v):
     when = f'after a step at a learning rate of {case.lr:.3g}' if case.lr else 'to begin with'
     names = listed([f'{name} ({bad} of {n} numbers)' for name,(bad,n) in v.counts.items()])
-    remedy = "load an earlier checkpoint, or reset them if they are running statistics; no precision can repair them"
-    producer = first(v.counts).rpartition('.')[0]
-    return PrecisionReport('weights', f"Weights or buffers are not finite {when}: {names}.", remedy, producer)
+    return PrecisionReport('weights',
+        f"Weights or buffers are not finite {when}: {names}.",
+        "load an earlier checkpoint, or reset them if they are running statistics; no precision can repair them",
+        first(v.counts).rpartition('.')[0])
 
 def _bad_data(case, v):
     what = f'reach {v.top:.3g}, which is too much for fp32,' if v.top<math.inf else 'are not finite'
-    where = f"{len(v.samples)} of its {v.n} samples: {listed(v.samples, 10)}{' of the data set' if v.in_data_set else ''}"
-    sentence = f"The {' and '.join(v.whose)} of the batch {what} in {where}."
-    return PrecisionReport('data', sentence, "find these samples in the data, and fix or drop them", samples=v.samples)
-
-_domain = "a division by 0, a root or logarithm of a number that has none, or an exp of a large one"
-_slower = "use a lower learning rate, warmup, GradientNormClip, or normalization; the weights are those of the last good step"
+    where = f"{len(v.samples)} of its {v.n} samples: {listed(v.samples, 10)}"
+    if v.in_data_set: where += ' of the data set'
+    return PrecisionReport('data',
+        f"The {' and '.join(v.whose)} of the batch {what} in {where}.",
+        "find these samples in the data, and fix or drop them",
+        samples=v.samples)
 
 def _divergence(case, v):
     report = partial(PrecisionReport, 'divergence', producer=_producer(v.frame))
-    diverges = f": training diverges at a learning rate of {case.lr:.3g}, in any precision" if case.lr else ''
-    if v.frame is None: return report(f"The gradients are too large for fp32 as well{diverges}.", _slower)
+    diverges = ''
+    if case.lr: diverges = f": training diverges at a learning rate of {case.lr:.3g}, in any precision"
+    slower = ("use a lower learning rate, warmup, GradientNormClip, or normalization; "
+              "the weights are those of the last good step")
+    if v.frame is None: return report(f"The gradients are too large for fp32 as well{diverges}.", slower)
     where = place_in_words(case, v.frame.name)
-    if v.phase=='backward': return report(
-        f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite or too large.",
-        "keep the argument of sqrt, norm, log or a division away from 0 (add a small eps to it), or lower the learning rate")
+    if v.phase=='backward':
+        return report(
+            f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite or too large.",
+            "keep the argument of sqrt, norm, log or a division away from 0 (add a small eps to it), "
+            "or lower the learning rate")
     what = "The batch is not finite in fp32 either, first in"
-    if v.top>=exploded: return report(f"{what} {where}{diverges}.", _slower)
+    if v.top>=exploded: return report(f"{what} {where}{diverges}.", slower)
     return report(
-        f"{what} {_call_in_words(case, v.frame)}, although no number that goes in exceeds {v.top:.3g}: {_domain}.",
-        "keep the argument of a division, sqrt, log or exp in its range (add a small eps, or clamp it), or lower the learning rate",
+        f"{what} {_call_in_words(case, v.frame)}, although no number that goes in exceeds {v.top:.3g}: "
+        "a division by 0, a root or logarithm of a number that has none, or an exp of a large one.",
+        "keep the argument of a division, sqrt, log or exp in its range (add a small eps, or clamp it), "
+        "or lower the learning rate",
         op=v.frame.op)
 
 def _high_scale(case, v):
-    what = f"The loss scale {case.scale:g} is too high for this batch: its gradients exceed {torch.finfo(case.dtype).max:g}."
-    rest = f"pass init_scale={v.fits:g} to start there; nothing{' else' if case.keep else ''} has to stay in fp32"
-    return PrecisionReport('scale', f"{what} A loss scale of {v.fits:g} fits.", rest, new_scale=v.fits)
+    largest,rest = torch.finfo(case.dtype).max,'nothing else' if case.keep else 'nothing'
+    return PrecisionReport('scale',
+        f"The loss scale {case.scale:g} is too high for this batch: its gradients exceed {largest:g}. "
+        f"A loss scale of {v.fits:g} fits.",
+        f"pass init_scale={v.fits:g} to start there; {rest} has to stay in fp32",
+        new_scale=v.fits)
 
-# %% ../../nbs/diagnosis/06_words.ipynb #11ca1c07
+# %% ../../nbs/diagnosis/06_words.ipynb #11e2bf9c
 def _largest(measures):
     "The largest of the numbers that were measured; NaN if nothing was"
     return max((m.top for m in measures if m), default=math.nan)
 
 def _in_backward(case, v, what):
-    kind,scale = case.kind,v.half.scale
+    scale = v.half.scale
     grad = _largest(s.grad for s in (*v.in_fp32.outs,*v.in_fp32.params))/case.scale
     is_lowest = case.min_scale is not None and scale<=case.lowest
     at = f"{'not even ' if scale<case.scale or is_lowest else ''}at the loss scale {scale:g}"
-    if grad*scale>torch.finfo(case.dtype).max: return f"Gradients of {what} reach {grad:.3g}: {kind} cannot hold them, {at}"
-    return f"The derivative of {what} is not finite in {kind}, {at}; in fp32 it is finite"
+    if grad*scale>torch.finfo(case.dtype).max:
+        return f"Gradients of {what} reach {grad:.3g}: {case.kind} cannot hold them, {at}"
+    return f"The derivative of {what} is not finite in {case.kind}, {at}; in fp32 it is finite"
 
 def _in_forward(case, v, what):
     kind,info = case.kind,torch.finfo(case.dtype)
     given,taken = [_largest(s.value for s in ss) for ss in (v.in_fp32.outs,v.in_fp32.ins)]
     for way,n in (('gives',given),('takes in',taken)):
-        if n>info.max: return f"{what} {way} numbers up to {n:.3g}, but the largest {kind} number is {info.max:g}"
+        if n>info.max:
+            return f"{what} {way} numbers up to {n:.3g}, but the largest {kind} number is {info.max:g}"
     if v.is_inside:
-        return (f"{what} is not finite in {kind}; in fp32 it gives at most {given:.3g}: a number on the way is too large for "
-                f"{kind}, or so small that it becomes 0")
+        return (f"{what} is not finite in {kind}; in fp32 it gives at most {given:.3g}: "
+                f"a number on the way is too large for {kind}, or so small that it becomes 0")
     if given<info.tiny: return f"{what} gives numbers up to {given:.3g}, most of which {kind} rounds to 0"
     largest = max(given, taken)
     step = info.eps*2.**math.floor(math.log2(largest))
@@ -103,7 +116,8 @@ def _raised_here(v):
     if call is None or call.name!=v.frame.name: return False
     return v.frame.op is None or v.frame.call==call.call
 
-def _raises(case, run, what): return f"{run.hook or what} raises in {case.kind}: {error_in_words(run.error)}"
+def _raises(case, run, what):
+    return f"{run.hook or what} raises in {case.kind}: {error_in_words(run.error)}"
 
 def _of_call(case, v):
     "What is at fault in the call"
@@ -112,32 +126,35 @@ def _of_call(case, v):
     if _raised_here(v): return _raises(case, v.half, what)
     return _in_forward(case, v, what)
 
-def _unnamed(case, v):
+def _of_batch(case, v):
     "What is known where no call can be named"
     if case.silent: return f"{case.kind} is too coarse for this batch"
     if v.plain.error is None: return f"Gradients are not finite in {case.kind}"
     return _raises(case, v.plain, 'The backward pass')
 
 def _cause(case, v):
+    if v.frame is None:
+        return '' if v.spoilt else f"{_of_batch(case, v)}, but no module could be identified as the cause."
     rest = f"; the batch also needs {in_words(v.needed[1:])} in fp32" if v.needed[1:] else ''
-    if v.frame: return f"{_of_call(case, v)}{rest}."
-    return '' if v.spoilt else f"{_unnamed(case, v)}, but no module could be identified as the cause."
+    return f"{_of_call(case, v)}{rest}."
 
 def _effect(case, v):
     "How a fault shows that leaves the loss finite"
     if v.spoilt: return f"The loss is finite, but not what goes to the next batch: {listed(v.spoilt)}."
     if not v.off: return ''
     what,by = v.off
-    hidden = "The code after it turns them into finite numbers, so nothing else shows the fault. " if v.is_inside else ''
-    if what=='predictions': return f"{hidden}Predictions differ from fp32's by {by:.0%}."
-    if what=='gradients': return f"{hidden}Gradients are {by:.3g} times as large as fp32's."
-    return f"{hidden}The change of {in_words(what)}, which goes to the next batch, is {by:.0%} off fp32's."
+    if what=='predictions': shows = f"Predictions differ from fp32's by {by:.0%}."
+    elif what=='gradients': shows = f"Gradients are {by:.3g} times as large as fp32's."
+    else: shows = f"The change of {in_words(what)}, which goes to the next batch, is {by:.0%} off fp32's."
+    if not v.is_inside: return shows
+    return f"The code after it turns them into finite numbers, so nothing else shows the fault. {shows}"
 
 def _remedy(case, v):
     "What you can do about a fault, as code or in words"
     if v.remedy is None: return "train in fp32, since nothing else that was tried helps"
-    promoted = v.remedy.promoted
-    return keep_code(names_of(case.model, [*case.keep, *promoted]), case.dtype, bool(case.plan(promoted).in_half))
+    names = names_of(case.model, [*case.keep, *v.remedy.promoted])
+    is_half = bool(case.plan(v.remedy.promoted).in_half)
+    return keep_code(names, case.dtype, is_half)
 
 def _fault(case, v):
     sentence = f"{_cause(case, v)} {_effect(case, v)}".strip()
@@ -147,7 +164,13 @@ def _fault(case, v):
     if v.remedy: report.promoted,report.new_scale = v.remedy.promoted,v.remedy.scale
     return report
 
-_words = {Healthy:_healthy, BadWeights:_bad_weights, BadData:_bad_data, Divergence:_divergence, HighScale:_high_scale, Fault:_fault}
+_words = {
+    Healthy: _healthy,
+    BadWeights: _bad_weights,
+    BadData: _bad_data,
+    Divergence: _divergence,
+    HighScale: _high_scale,
+    Fault: _fault}
 
 def in_report(
     case:Case, # The batch
