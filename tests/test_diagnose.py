@@ -10,7 +10,7 @@ from fastai_amp16.diagnosis.measure import sampled
 from fastai_amp16.diagnosis.healing import Verdict,_merged,after,diagnose_step
 from fastai_amp16.precision.entry import Entry
 from fastai_amp16.precision.plan import PrecisionPlan
-from fastai_amp16.diagnosis.remedy import least_in_fp32
+from fastai_amp16.diagnosis.remedy import ddmin,least_in_fp32
 from fastai_amp16.diagnosis.report import PrecisionReport
 from fastai_amp16.train.rerun import Batches,Left
 from fastai_amp16.train.step import Next,Step
@@ -481,6 +481,27 @@ def test_the_remedy_without_healing_leaves_something_in_half():
     assert diagnose(case(Large)).remedy=="learn.to_fp16_dynamic(keep_fp32=['.'])"
 
 # %% pieces
+@pytest.mark.parametrize('needed', ['', 'a', 'h', 'bf', 'cdg', 'abcdefgh'])
+@pytest.mark.parametrize('groups', ['a b c d e f g h', 'abcd efgh', 'abcdefgh', 'ab c defg h'])
+def test_ddmin_finds_the_least_that_is_sound(groups, needed):
+    "However the names are grouped: with an unlimited budget no name is left that is not needed"
+    groups = [*map(list, groups.split())]
+    kept = ddmin(groups, lambda names: set(needed)<=set(names), 99)
+    assert kept==sorted(kept) and set(needed)<=set(kept) and len(kept)==max(len(needed), 1)
+
+def test_ddmin_stops_at_its_budget_with_something_sound():
+    asked = []
+    def is_sound(names):
+        asked.append(names)
+        return {'b','g'}<=set(names)
+    for budget in range(9):
+        asked.clear()
+        kept = ddmin([[o] for o in 'abcdefgh'], is_sound, budget)
+        assert {'b','g'}<=set(kept) and len(asked)<=budget+1
+
+def test_ddmin_tries_to_do_without_the_last_groups_first():
+    assert ddmin([['small'],['large']], lambda names: len(names)>0, 9)==['small']
+
 def test_deviation():
     "0 where all is the same, about 1 for what has nothing to do with it, whatever the size; an offset that all samples share hides nothing"
     set_seed(0)

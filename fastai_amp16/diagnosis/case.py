@@ -30,11 +30,12 @@ def _givers(s):
 
 def _exceeds_half(run, s):
     "Is the gradient of `s` in fp32 larger than the largest number of half precision?"
-    if not s.half or s.ref is None or s.ref.grad is None: return False
-    return s.ref.grad.top*run.scale/run.reference.scale>torch.finfo(run.dtype).max
+    grad = getattr(s.ref, 'grad', None)
+    if not s.half or grad is None: return False
+    return grad.top*run.scale/run.reference.scale>torch.finfo(run.dtype).max
 
 def _derivative(run, s):
-    """The call whose derivative gave the bad gradient of `s`: the innermost one that took it in and had a gradient before
+    """The call whose derivative made the gradient of `s` bad: the innermost that took `s` in and had a gradient before
 
     If half precision cannot hold the gradient of a tensor at all, it is the call that the tensor came from."""
     def took_in(f, where):
@@ -44,11 +45,11 @@ def _derivative(run, s):
     # the fp32 run does not have our cast of the prediction to fp32, which belongs to no module
     gave = _givers(s.ref) or _givers(s)
     if not gave: return taker
-    outer,inner = gave[0],gave[-1]
-    if taker and taker.name==inner.name: return taker
-    if _exceeds_half(run, s): return inner
-    # the code around the giver, or the model's last module if there is none around it
-    return taker or outer.parent or inner
+    outer = gave[0]
+    inner = gave[-1]
+    if _exceeds_half(run, s): return taker if taker and taker.name==inner.name else inner
+    if taker: return taker
+    return outer.parent or inner # the code around the giver, or the model's last module if there is none around it
 
 def faults(
     run:Recording, # The run in half precision, with the one in fp32 as its reference
@@ -85,8 +86,10 @@ def _record_batch(case, rec, loss_func):
         if rec.waits: case.ranks.some(True) # the others are about to ask, and have other batches after this one
 
 def _run(case, rec, loss_func, plan, compares):
-    batches,learn = case.batches,case.learn
-    draws,records = comparable() if compares else eager(),rec if rec.modules else nullcontext()
+    batches = case.batches
+    learn = case.learn
+    draws = comparable() if compares else eager()
+    records = rec if rec.modules else nullcontext()
     with case.ranks.no_sync(), draws, torch.set_grad_enabled(case.backward), records:
         try: batches.run(plan, partial(_record_batch, case, rec, loss_func), to_the_end=True)
         except (Left,*not_faults): pass
@@ -101,7 +104,9 @@ def _run(case, rec, loss_func, plan, compares):
 
 def _that_raised(case, rec):
     "The call that raised; in a plain container it is the child that ran last, which a hook after it cannot take"
-    def is_container(f): return not f.op and f.module is not None and not has_code(f.module)
+    def is_container(f):
+        if f.op or f.module is None: return False
+        return not has_code(f.module)
     f = rec.open
     while f and is_container(f): f = last(o for o in rec.frames if o.parent is f and not o.op)
     return f or rec.open
@@ -112,8 +117,11 @@ def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
     Without `compares`, random numbers are those of a batch of the fit. Raises what is raised for want of memory."""
     case.tell()
     case.ranks.gather() # all begin the run, or none does, if one of them has failed
-    step,batches,entry = case.step,case.batches,case.batches.entry
-    before,loss_func = vars(step).copy(),case.learn.loss_func
+    step = case.step
+    batches = case.batches
+    entry = case.batches.entry
+    before = vars(step).copy()
+    loss_func = case.learn.loss_func
     at_before = entry.plan,entry.around_next
     rec = Recording(case.model, case.dtype, plan, scale, **kwargs)
     # are modules recorded? will the other ranks ask this one before the backward pass?
@@ -235,14 +243,16 @@ class Case:
     # of this rank's batch
     def fits(self, half:Recording): # A run in half precision
         "Is everything finite, in the modules as well, and are the predictions right if `silent`?"
-        if not half.finite or self.spoilt(half): return False
-        return not self.silent or not self.is_wrong(half)
+        if not half.finite: return False
+        if self.spoilt(half): return False
+        return not (self.silent and self.is_wrong(half))
 
     def is_wrong(self, run:Recording): # A run in any precision
         "Are predictions, or what goes to the next batch, far from those in fp32, or the gradients far larger?"
         norm = max(o.norm for o in (self.fp32, *self.controls[:1]))
         if self.backward and are_too_large(run.norm, norm): return True
-        return are_wrong(self.learn, run, self.fp32, self.controls) or bool(self.lost(run))
+        if self.lost(run): return True
+        return are_wrong(self.learn, run, self.fp32, self.controls)
 
     def lost(self, run:Recording) -> dict: # as `lost` of compare
         "What goes to the next batch and changes otherwise than in fp32, and how far off it is"
@@ -276,9 +286,10 @@ class Case:
     ) -> list: # As returned by `faults`
         "Find the modules at fault, in the order of time"
         res = faults(half, operations=False)
-        if res and not self.silent: return res
-        if any(phase!='backward' for phase,_ in res): return res
+        is_forward = any(phase!='backward' for phase,_ in res)
+        if is_forward or res and not self.silent: return res
         # an infinity inside a module's own code mostly does no harm
         inner = [o for o in faults(half) if o[0]!='backward']
-        if inner or not self.silent or not self.is_wrong(half): return inner+res
-        return (wrong_first(half, first(self.controls)) or wrong_first(half))+res
+        if not inner and self.silent and self.is_wrong(half):
+            inner = wrong_first(half, first(self.controls)) or wrong_first(half)
+        return inner+res

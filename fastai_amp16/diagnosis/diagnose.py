@@ -17,8 +17,11 @@ from .words import in_report,room_in_words
 
 # %% ../../nbs/diagnosis/07_diagnose.ipynb #057a21f6
 # how a column sums up what was measured in a module
-_worst = dict(input='max', output='max', inside='max', gradient='max', weight_grad='max', bits='min', lost='max',
-              some='sum', flushed='sum', subnormal='sum')
+_worst = dict(
+    input='max', output='max', inside='max', gradient='max', weight_grad='max',
+    bits='min',
+    lost='max',
+    some='sum', flushed='sum', subnormal='sum')
 
 def _measured(f):
     "What was measured in the call `f`: a column, a tensor, and the `Measured` of its numbers or its gradient"
@@ -36,29 +39,42 @@ def _is_half(f, column, half, in_fp32):
 
 def _row(case, f, column, s, m, in_fp32):
     "One measure of a call as a row: `column`, and the bits that are left below the largest number of its precision"
-    half = case.half.seen.get(s.place) if case.half else None
     row = {'module': f.name, column: m.top}
-    if column in ('gradient','weight_grad'): row[column] = m.top/case.scale
-    dtype = case.dtype if _is_half(f, column, half, in_fp32) else torch.float32
-    if m.top>0: row['bits'] = math.log2(torch.finfo(dtype).max/m.top)
-    if half and column=='output': row['lost'] = bits_lost(half.sample, s.sample, case.dtype)
-    if column=='gradient': row.update(some=m.some, flushed=m.flushed, subnormal=m.subnormal)
+    half = case.half.seen.get(s.place) if case.half else None
+    if m.top>0:
+        dtype = case.dtype if _is_half(f, column, half, in_fp32) else torch.float32
+        row['bits'] = math.log2(torch.finfo(dtype).max/m.top)
+    if column in ('gradient','weight_grad'):
+        row[column] = m.top/case.scale
+    if column=='gradient':
+        row.update(some=m.some, flushed=m.flushed, subnormal=m.subnormal)
+    if column=='output' and half:
+        row['lost'] = bits_lost(half.sample, s.sample, case.dtype)
     return row
+
+def _summed_up(rows):
+    "One row for each module"
+    df = pd.DataFrame(rows, columns=['module',*_worst]).astype(dict.fromkeys(_worst, float))
+    df = df.groupby('module', sort=False).agg(_worst).reset_index()
+    some = df['some'].where(df['some']>0)
+    df['flushed'] /= some
+    df['subnormal'] /= some
+    return df.fillna(dict(input=0., output=0., bits=math.inf)).drop(columns='some')
 
 def _table(case):
     "The table of a `PrecisionReport`, from the run in fp32 and the one in half precision"
     in_fp32 = case.plan().in_fp32
-    frames = [f for f in case.fp32.frames if not f.in_loss and has_code(f.module)] # without plain containers
+    frames = [f for f in case.fp32.frames if not f.in_loss]
+    frames = [f for f in frames if has_code(f.module)] # without plain containers
     modules = {f.name: f.module for f in frames}
     rows = [{'module': name} for name in modules]
-    for f in frames: rows += [_row(case, f, *o, in_fp32) for o in _measured(f) if o[-1]]
-    df = pd.DataFrame(rows, columns=['module',*_worst]).astype(dict.fromkeys(_worst, float))
-    df = df.groupby('module', sort=False).agg(_worst)
-    for c in ('flushed','subnormal'): df[c] /= df['some'].where(df['some']>0)
-    df = df.fillna(dict(input=0., output=0., bits=math.inf)).drop(columns='some').reset_index()
+    for f in frames:
+        rows += [_row(case, f, column, s, m, in_fp32) for column,s,m in _measured(f) if m]
+    df = _summed_up(rows)
     df.insert(1, 'type', [type(m).__name__ for m in modules.values()])
     df.insert(2, 'computes', ['fp32' if m in in_fp32 else case.kind for m in modules.values()])
-    df['nonfinite'],df['order'] = df.module.isin(_not_finite(case.half)),range(len(df))
+    df['nonfinite'] = df.module.isin(_not_finite(case.half))
+    df['order'] = range(len(df))
     return df.sort_values('bits', kind='stable', ignore_index=True)
 
 def _not_finite(half):
@@ -95,8 +111,10 @@ def _report(case, note, all_buffers):
     if all_buffers and report.verdict=='healthy':
         broken = bad_weights(case)
         if broken: report = in_report(case, broken)
-    report.scale,report.dtype,report.table = case.scale,case.dtype,_table(case)
-    has_room = report.verdict=='healthy' and len(report.table)
-    if has_room: report.sentence += f' {room_in_words(case, report.table)}'
+    report.scale = case.scale
+    report.dtype = case.dtype
+    report.table = _table(case)
+    if report.verdict=='healthy' and len(report.table):
+        report.sentence += f' {room_in_words(case, report.table)}'
     if case.without: report.sentence += f' {case.without}'
     return report

@@ -16,7 +16,7 @@ from ..train.ranks import RankFailed
 from ..train.step import Next
 from .case import Case
 from .diagnose import diagnose
-from .messages import failed_diagnosis,not_again,showing
+from .messages import failed_diagnosis,not_reproducible,showing
 
 # %% ../../nbs/diagnosis/09_healing.ipynb #df02d609
 class Verdict(Enum):
@@ -51,7 +51,7 @@ class Diagnosis:
         return min((r.new_scale for r in self.reports if r.new_scale), default=None)
 
 def _of_this_rank(case, error):
-    "The report, or else the `Verdict` on the failure of `diagnose` and why it failed; all `None` if another rank has failed"
+    "The report, or else the `Verdict` on the failure of `diagnose` and why; all `None` if another rank has failed"
     try: return diagnose(case),None,None
     except RankFailed: return None,None,None
     except Exception as e:
@@ -99,7 +99,8 @@ def diagnose_step(
     error:Exception=None # The exception that half precision raised on this rank, if any
 ) -> Diagnosis:
     "Find out what is the matter with the batches of a step; all ranks call this, and get the same"
-    silent,raised = case.ranks.some(case.silent),error and f'{type(error).__name__}: {error}'
+    silent = case.ranks.some(case.silent)
+    raised = error and f'{type(error).__name__}: {error}'
     reports,failed,why,raised = zip(*case.ranks.gather((*_of_this_rank(case, error), raised)))
     raised = [f'Rank {i} raised {o}' for i,o in enumerate(raised) if o]
     if raised and error is None: error = RuntimeError(raised[0])
@@ -153,7 +154,8 @@ def case_of(
     tell=noop # Function to call before each run
 ) -> Case:
     "A `Case` of the batches of the current step"
-    s,step = mp.scaler,mp.step
+    s = mp.scaler
+    step = mp.step
     lowest,start = (s.min_scale,s.start) if s.is_enabled() and s.dynamic else (None,None)
     lrs = [s.lr for s in mp.log.last_fit if not s.skipped]
     return Case(step, mp.keeps(mp.learn.model), mp.dtype, s.get_scale(), lowest, start, mp.training, step.silent,
@@ -189,16 +191,18 @@ def _promote(mp, d):
     mp.step.search_anew()
     names = names_of(mp.plan.model, mp.keeps(mp.plan.model))
     code = keep_code(names, mp.dtype, bool(mp.plan.in_half))
+    is_late = d.silent and mp.learn._fitting and not mp.training
     for r in d.reports:
         r.done = f"The batch runs again, with {in_words(r.promoted)} in fp32 from now on."
-        if d.silent and mp.learn._fitting and not mp.training: r.done += " Training so far may have had the same error."
+        if is_late: r.done += " Training so far may have had the same error."
         r.remedy = f"To start that way: {code}."
 
 def _tell(mp, d, named, what):
     "Warn of what was found and done, or raise `FloatingPointError` with `on_spiral='raise'`"
-    if d.verdict is Verdict.gone and what is Next.again: mp.say_once(not_again.format(mp.amp_mode.value))
+    if d.verdict is Verdict.gone and what is Next.again: mp.say_once(not_reproducible.format(mp.amp_mode.value))
     for o in d.failures: mp.say_once(failed_diagnosis(mp.amp_mode.value, o, what is Next.fp32))
-    if named and mp.on_spiral=='raise': raise FloatingPointError('\n\n'.join(map(str, named))) from mp.step.error
+    if named and mp.on_spiral=='raise':
+        raise FloatingPointError('\n\n'.join(map(str, named))) from mp.step.error
     for r in named:
         if what is Next.fp32: r.done = "This batch runs in fp32 instead."
         elif mp.step.unusable and mp.training: r.done = "The step of this batch is skipped."

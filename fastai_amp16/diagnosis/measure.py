@@ -12,7 +12,7 @@ from fastai.basics import *
 from ..util.nested import half_types,stored
 from ..util.torch_private import is_functorch_wrapped,no_torch_function
 
-# %% ../../nbs/diagnosis/00_measure.ipynb #f2086f35
+# %% ../../nbs/diagnosis/00_measure.ipynb #7d732426
 _at_once = 2**18 # numbers; larger temporary tensors would fragment the memory of a CPU
 
 class Measured(NamedTuple):
@@ -33,7 +33,8 @@ def _numbers(a, dtype, scale):
     res = [top*scale, (~finite).sum()]
     if dtype:
         info = torch.finfo(dtype)
-        tiny,some = info.tiny/scale,a>0
+        tiny = info.tiny/scale
+        some = a>0
         flushed = some & (a<tiny*info.eps/2) # half of the smallest subnormal rounds to 0
         subnormal = some & (a<tiny) & ~flushed
         res += [some.sum(), flushed.sum(), subnormal.sum()]

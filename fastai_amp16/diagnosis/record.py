@@ -20,7 +20,7 @@ from ..precision.plan import PrecisionPlan,convs,no_half_masters
 from ..util.torch_private import in_backward,no_torch_function,version
 from .measure import has_numbers,is_plain,measure,read,sample,sampled
 
-# %% ../../nbs/diagnosis/00_record.ipynb #0b8c4ff7
+# %% ../../nbs/diagnosis/00_record.ipynb #9a5f3aad
 loss_name = 'the loss function.' # no name of a module ends with a dot
 
 class Call(NamedTuple):
@@ -48,7 +48,8 @@ class Frame:
         module:nn.Module=None # Whose code it is; `None` for a loss function that is no module
     ):
         self.call,self.parent,self.module = call,parent,module
-        self.name,self.op = call.name,call.op
+        self.name = call.name
+        self.op = call.op
         self.in_loss = call.name==loss_name
         self.ins,self.outs,self.params = [],[],[]
         self.depth = parent.depth+1 if parent else 0
@@ -56,24 +57,28 @@ class Frame:
 class Seen:
     "A tensor at one point in time, with its measures (`value`), later those of its gradient (`grad`), and a `sample`"
     value = grad = sample = None
-    turn,has_hook = math.inf,False # gradients are counted as they come
+    turn = math.inf # gradients are counted as they come
+    has_hook = False
     def __init__(self,
         place:Place, # Where it was seen first
         t:Tensor, # The tensor
         ref:'Seen'=None # What was seen at this place in the reference
     ):
-        self.place,self.half,self.ref = place,t.dtype in half_types,ref
+        self.place = place
+        self.half = t.dtype in half_types
+        self.ref = ref
         self.calls = [] # the frames that it was seen in, each with 'in', 'out' or 'param'
 
     def is_bad(self,
         what:str='value' # Or 'grad'
     ) -> bool:
         "Does the tensor have more numbers that are not finite than in the reference?"
-        own,ref = getattr(self, what),getattr(self.ref, what, None)
+        own = getattr(self, what)
+        ref = getattr(self.ref, what, None)
         if own is None: return False
         return own.nonfinite>(ref.nonfinite if ref else 0)
 
-# %% ../../nbs/diagnosis/00_record.ipynb #de19274a
+# %% ../../nbs/diagnosis/00_record.ipynb #0ec743dd
 def _finite(t):
     "`t` with 0 in place of NaN and the largest number in place of infinity"
     return t.nan_to_num(0.) if t.dtype in half_types else t.nan_to_num(0., 65504., -65504.)
@@ -92,13 +97,13 @@ class Mender:
         name:str, # Of the module
         where:str # 'in' or 'out'
     ):
-        "Mend what enters or leaves a module, only where it is needed: a graph keeps a copy of each tensor that is replaced"
+        "Mend what enters or leaves a module"
         def is_intended(i): return Place(Call(name, None, None), where, i) in self.intended
         with no_torch_function():
             ts = [t for i,t in enumerate(tensors(o)) if is_plain(t) and not is_intended(i)]
             if not ts: return o
             finite = torch.stack([t.detach().isfinite().all() for t in ts]).tolist()
-            bad = {id(t) for t,ok in zip(ts, finite) if not ok}
+            bad = {id(t) for t,ok in zip(ts, finite) if not ok} # only these: a graph keeps a copy of what is replaced
             return replace(o, lambda t: _finite(t) if id(t) in bad else t)
 
     def grad(self,
@@ -130,15 +135,16 @@ def _hook_that_raised(e):
     def calls_hooks(f): return f.f_code.co_filename in callers
     frames = [f for f,_ in traceback.walk_tb(e.__traceback__)]
     called = [f for by,f in pairwise(frames) if calls_hooks(by) and not calls_hooks(f)]
-    if not called or _is_ours(called[-1]): return None
+    if not called: return None
     code = called[-1].f_code
-    if code.co_name in ('forward','backward'): return None
+    if code.co_name in ('forward','backward') or _is_ours(called[-1]): return None
     file = Path(code.co_filename).name
     return f'The hook `{code.co_name}` (line {code.co_firstlineno} of {file})'
 
 def _makes_half(p, data):
-    is_master = isinstance(p, nn.Parameter) and p.dtype==torch.float32
-    return is_master and getattr(data, 'dtype', None) in half_types
+    "Does `p.data = data` put a master weight in half precision?"
+    if not isinstance(p, nn.Parameter): return False
+    return p.dtype==torch.float32 and getattr(data, 'dtype', None) in half_types
 
 def _key(t): return id(t),0 if t.is_inference() else version(t)
 
@@ -155,8 +161,8 @@ class _RecordedLoss(GetAttr):
 class Recording(TorchFunctionMode):
     """Notes all tensors that go in and out of the modules of `model`, and of the operations in their code
 
-    With a `reference`, numbers that are finite there but not here are made finite wherever they enter or leave a module,
-    also in gradients. So each module shows its own faults, and not those of the modules before it."""
+    With a `reference`, numbers that are finite there but not here are made finite wherever they enter or leave a
+    module, also in gradients. So each module shows its own faults, and not those of the modules before it."""
     on,finite = False,True # does it record now? is everything finite so far?
     infinite = False # are predictions infinite, or what stays in modules?
     error = open = hook = None # what was raised, in which frame, and by which hook, in words
@@ -174,8 +180,10 @@ class Recording(TorchFunctionMode):
         self.dtype,self.plan,self.scale,self.reference,self.note = dtype,plan,scale,reference,note
         self.mender = Mender(reference) if reference else None
         self.frames,self.events,self.fired = [],[],[]
-        self.stack,self.calls = [],Counter() # calls that are running, and how many of each there were
-        self.seen,self.known = {},{} # what was seen, by its place and by the tensor
+        self.stack = [] # the calls that are running
+        self.calls = Counter() # how many of each there were
+        self.seen = {} # by place
+        self.known = {} # by tensor
         self.handles = [] # of hooks on modules and on tensors, parameters included
         self.without_graph = set() # modules that ran without a graph in a checkpoint
         self.again = 0 # how many of them are running again
@@ -210,7 +218,8 @@ class Recording(TorchFunctionMode):
     ):
         "Note the first exception, and which call raised it"
         if self.error is None:
-            self.error,self.hook = e,_hook_that_raised(e)
+            self.error = e
+            self.hook = _hook_that_raised(e)
             self.open = last(self.stack)
         e.__traceback__ = None # it would keep tensors alive
 
@@ -245,7 +254,8 @@ class Recording(TorchFunctionMode):
     def _judge(self, ends, carried, preds, names):
         for name,m in zip(names, carried): self.carried[name] += m.nonfinite
         if any(m.nonfinite for m in preds): self.infinite = True
-        if self.error is not None or any(m.nonfinite for m in ends): self.finite = False
+        if any(m.nonfinite for m in ends): self.finite = False
+        if self.error is not None: self.finite = False
         self.norm = 0. if self.total is None else ends[-1].top # of the gradients
 
     @property
@@ -282,7 +292,8 @@ class Recording(TorchFunctionMode):
             if self.again==1: self.__enter__() # a backward pass runs without this mode
         elif not torch.is_grad_enabled(): self.without_graph.add(name)
         ins = self._enter(name, (args,kwargs), m)
-        f,weights = self.stack[-1],[p for p in m.parameters(recurse=False) if p.requires_grad]
+        f = self.stack[-1]
+        weights = [p for p in m.parameters(recurse=False) if p.requires_grad]
         f.params = self._note(f, 'param', weights)
         if self._casts_weights(m):
             for s in f.params: s.half = True
@@ -290,13 +301,12 @@ class Recording(TorchFunctionMode):
 
     def _casts_weights(self, m):
         "Does autocast cast its weights, so that their gradients come in half precision?"
-        if self.plan is None or m not in self.names: return False
-        return isinstance(m, _with_cast_weights) and m not in self.plan.in_fp32
+        if self.plan is None: return False
+        return isinstance(m, _with_cast_weights) and m in self.names and m not in self.plan.in_fp32
 
     def _hook(self, m, args, out):
         if not self.on: return
-        is_seen = in_backward() and not self.again
-        if is_seen: return self._mend(self.names.get(m, loss_name), 'out', out)
+        if self._was_seen(): return self._mend(self.names.get(m, loss_name), 'out', out)
         if not self.stack: return
         res = self._leave(out)
         if in_backward():
@@ -306,19 +316,24 @@ class Recording(TorchFunctionMode):
 
     def _caller(self):
         "The frame whose code runs now; `None` if operations are not noted"
-        is_seen = in_backward() and not self.again
-        return last(self.stack) if self.on and not is_seen else None
+        return None if not self.on or self._was_seen() else last(self.stack)
+
+    def _was_seen(self):
+        "Does a checkpoint run again what was seen already?"
+        return in_backward() and not self.again
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        f,name = self._caller(),func.__name__.strip('_')
+        f = self._caller()
+        name = func.__name__.strip('_')
         if f is None or f.op or _is_ours(sys._getframe(1)): return func(*args, **kwargs)
         # the forward pass would raise this at its end, where no module is known any more
         if name=='set' and _makes_half(*args): raise TypeError(no_half_masters)
         if not _computes(name): return func(*args, **kwargs)
         read = args[func.__name__ in _writes:]
         self._enter(f.name, (read,kwargs), f.module, name)
-        frame,res = self.stack[-1],func(*args, **kwargs)
+        frame = self.stack[-1]
+        res = func(*args, **kwargs)
         out = args[0] if res is None and args else res # `x[i] = y` returns nothing
         self._leave(out)
         self.note(frame, read, kwargs, out)

@@ -24,7 +24,8 @@ def _scale_that_fits(case, promoted=()):
     if promoted:
         highest = max(case.scale, case.start or 0)
         if case.is_sound(promoted, highest): return highest
-    good,bad = math.log2(case.lowest),math.log2(highest)
+    good = math.log2(case.lowest)
+    bad = math.log2(highest)
     while bad-good>2:
         e = (good+bad)//2
         if case.is_sound(promoted, 2.**e): good = e
@@ -79,16 +80,19 @@ class _Search:
     "The search for what has to stay in fp32 so that the batch of `case` is sound; `kept` maps names to reasons"
     def __init__(self, case):
         # at the lowest loss scale, no module moves to fp32 for gradients that only need a lower scale
-        self.case,self.low,self.kept = case,case.lowest,{}
+        self.case = case
+        self.low = case.lowest
+        self.kept = {}
         calls = case.fp32.module_calls
-        parents = [f.parent.name for f in calls if f.parent and f.parent.name!=f.name]
-        self.names,self.callers = self.joined(f.name for f in calls),self.joined(parents)
+        pairs = [(f.parent.name,f.name) for f in calls if f.parent]
+        self.names = self.joined(f.name for f in calls)
+        self.callers = self.joined(caller for caller,name in pairs if caller!=name)
         self.alike = groupby((*self.names, *(n+'.' for n in self.names)), partial(likeness, case))
 
     def joined(self, names):
         "The `names` that any rank has, in the order of the ranks: with the same names, all ranks decide alike"
-        found = self.case.ranks.gather([*dict.fromkeys(names)])
-        return dict.fromkeys(o for os in found for o in os)
+        by_rank = self.case.ranks.gather([*dict.fromkeys(names)])
+        return dict.fromkeys(concat(by_rank))
 
     def ladder(self, name):
         "What to try in fp32 for a fault in the module `name`, the least first, as in `keep_fp32`"
@@ -109,10 +113,12 @@ class _Search:
             if not covers(self.kept, o): self.kept[o] = why
 
     def add(self, half, with_alike):
-        "Keep what is at fault in the run `half`, and similar modules if `with_alike`; return whether there was anything"
-        found,ranks,n = self.case.faults(half),self.case.ranks,len(self.kept)
-        phases = [o for o in ranks.gather(found[0][0] if found else None) if o]
-        phase = min(phases, key=_phases.index, default='backward')
+        "Keep what is at fault in the run `half`, with similar modules if `with_alike`; return whether there was any"
+        found = self.case.faults(half)
+        ranks = self.case.ranks
+        n = len(self.kept)
+        phases = ranks.gather(found[0][0] if found else 'backward')
+        phase = min(phases, key=_phases.index)
         if ranks.some(half.error): with_alike = True
         self.add_found(phase, found, half, with_alike)
         # an infinity inside a module's own code may do harm later
@@ -123,10 +129,12 @@ class _Search:
     def add_found(self, phase, found, half, with_alike):
         "Keep what was `found` in this phase by any rank"
         here = [f for p,f in found if p==phase and not f.in_loss] # in the order of time
-        frames,before = {f.name: f for f in reversed(here)},[*self.kept]
+        frames = {f.name: f for f in reversed(here)}
+        before = [*self.kept]
         for name in self.joined(f.name for f in here):
             new = first(o for o in self.ladder(name) if not covers(before, o))
-            if new is None or name and not new: continue # the whole model is the last resort
+            if new is None: continue
+            if name and not new: continue # the whole model is the last resort
             why = Reason(phase, frames.get(name), half if name in frames else None)
             self.keep([new], why)
         if not with_alike: return
@@ -139,12 +147,15 @@ class _Search:
 
     def run(self):
         "Search; return whether anything helps"
-        case,half = self.case,self.case.half
-        is_backward = case.ranks.every(all(phase=='backward' for phase,_ in case.faults(half)))
-        if is_backward and self.is_sound([]): return True
-        has_other_scale = is_backward and self.low<case.scale
+        case = self.case
+        half = self.case.half
+        found = case.faults(half)
+        is_backward = case.ranks.every(all(phase=='backward' for phase,_ in found))
+        if is_backward:
+            if self.is_sound([]): return True
+            if self.low<case.scale: half = case.run([], self.low, reference=case.fp32)
         for i in range(_rounds):
-            if i or has_other_scale: half = case.run([*self.kept], self.low, reference=case.fp32)
+            if i: half = case.run([*self.kept], self.low, reference=case.fp32)
             if not self.add(half, i>0): return False
             if self.is_sound(self.kept): return True
         return False
@@ -156,12 +167,14 @@ class _Search:
 
     def parts(self, o):
         "The modules in `o` one by one, each without those that it calls"
-        return [o] if o.endswith('.') else [self.least(n) for n in self.names if covers([o], n)]
+        if o.endswith('.'): return [o]
+        return [self.least(n) for n in self.names if covers([o], n)]
 
     def drop(self):
         "Remove what is not needed"
         # numbers that are lost in one module may have been rounded in another one
-        if self.case.silent: self.kept = {p: why for o,why in self.kept.items() for p in self.parts(o)}
+        if self.case.silent:
+            self.kept = {p: why for o,why in self.kept.items() for p in self.parts(o)}
         budget = _tests+3*math.log2(len(self.kept)) # a hundred modules need not be tested one by one
         needed = [o for o,why in self.kept.items() if not why.alike]
         if len(needed)<len(self.kept) and not self.is_sound(needed): needed = self.kept
@@ -174,10 +187,12 @@ def _joined(case, promoted):
     modules = dict(case.model.named_modules())
     for name,m in reversed(modules.items()): # inner modules first
         children = {f'{name}.{n}' for n,_ in m.named_children()}
-        if not name or not children or not children<=set(promoted): continue
-        has_own_code = f'{name}.' in promoted
-        if has_own_code or len(children)>1 and not has_code(m):
-            promoted = [*(p for p in promoted if not p.startswith(name+'.')), name]
+        if not name or not children: continue
+        if has_code(m): children.add(f'{name}.')
+        elif len(children)==1: continue
+        if not children<=set(promoted): continue
+        inside = [p for p in promoted if p.startswith(f'{name}.')]
+        promoted = [*(p for p in promoted if p not in inside), name]
     order = [*modules]
     return sorted(promoted, key=lambda p: order.index(p.rstrip('.')))
 

@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['place_in_words', 'in_report', 'room_in_words']
 
-# %% ../../nbs/diagnosis/06_words.ipynb #cb6a3a31
+# %% ../../nbs/diagnosis/06_words.ipynb #f3c6430a
 from fastai.basics import *
 from ..precision.plan import names_of
 from .report import PrecisionReport,error_in_words,in_words,keep_code,listed
 from .record import loss_name
 from .case import Case
-from .verdict import BadData,BadWeights,Divergence,Fault,Healthy,HighScale,exploded
+from .verdict import BadData,BadWeights,Divergence,Fault,Healthy,HighScale
 
-# %% ../../nbs/diagnosis/06_words.ipynb #09926785
+# %% ../../nbs/diagnosis/06_words.ipynb #7c9495ce
 def place_in_words(
     case:Case, # A case with the model
     name:str # Of a module, or of the loss function
@@ -62,11 +62,12 @@ def _divergence(case, v):
     where = place_in_words(case, v.frame.name)
     if v.phase=='backward':
         return report(
-            f"The backward pass is not finite in fp32 either, first in {where}: a derivative there is infinite or too large.",
+            f"The backward pass is not finite in fp32 either, first in {where}: "
+            "a derivative there is infinite or too large.",
             "keep the argument of sqrt, norm, log or a division away from 0 (add a small eps to it), "
             "or lower the learning rate")
     what = "The batch is not finite in fp32 either, first in"
-    if v.top>=exploded: return report(f"{what} {where}{diverges}.", slower)
+    if v.has_exploded: return report(f"{what} {where}{diverges}.", slower)
     return report(
         f"{what} {_call_in_words(case, v.frame)}, although no number that goes in exceeds {v.top:.3g}: "
         "a division by 0, a root or logarithm of a number that has none, or an exp of a large one.",
@@ -75,14 +76,15 @@ def _divergence(case, v):
         op=v.frame.op)
 
 def _high_scale(case, v):
-    largest,rest = torch.finfo(case.dtype).max,'nothing else' if case.keep else 'nothing'
+    largest = torch.finfo(case.dtype).max
+    rest = 'nothing else' if case.keep else 'nothing'
     return PrecisionReport('scale',
         f"The loss scale {case.scale:g} is too high for this batch: its gradients exceed {largest:g}. "
         f"A loss scale of {v.fits:g} fits.",
         f"pass init_scale={v.fits:g} to start there; {rest} has to stay in fp32",
         new_scale=v.fits)
 
-# %% ../../nbs/diagnosis/06_words.ipynb #11e2bf9c
+# %% ../../nbs/diagnosis/06_words.ipynb #166e93c2
 def _largest(measures):
     "The largest of the numbers that were measured; NaN if nothing was"
     return max((m.top for m in measures if m), default=math.nan)
@@ -97,7 +99,8 @@ def _in_backward(case, v, what):
     return f"The derivative of {what} is not finite in {case.kind}, {at}; in fp32 it is finite"
 
 def _in_forward(case, v, what):
-    kind,info = case.kind,torch.finfo(case.dtype)
+    kind = case.kind
+    info = torch.finfo(case.dtype)
     given,taken = [_largest(s.value for s in ss) for ss in (v.in_fp32.outs,v.in_fp32.ins)]
     for way,n in (('gives',given),('takes in',taken)):
         if n>info.max:
@@ -113,8 +116,8 @@ def _in_forward(case, v, what):
 def _raised_here(v):
     "Did the call raise? Others may overflow before this one raises"
     call = v.half.open
-    if call is None or call.name!=v.frame.name: return False
-    return v.frame.op is None or v.frame.call==call.call
+    if call is None: return False
+    return call.call==v.frame.call if v.frame.op else call.name==v.frame.name
 
 def _raises(case, run, what):
     return f"{run.hook or what} raises in {case.kind}: {error_in_words(run.error)}"
