@@ -92,7 +92,7 @@ class _Search:
     def joined(self, names):
         "The `names` that any rank has, in the order of the ranks: with the same names, all ranks decide alike"
         by_rank = self.case.ranks.gather([*dict.fromkeys(names)])
-        return dict.fromkeys(concat(by_rank))
+        return dict.fromkeys(o for os in by_rank for o in os)
 
     def ladder(self, name):
         "What to try in fp32 for a fault in the module `name`, the least first, as in `keep_fp32`"
