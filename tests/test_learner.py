@@ -14,7 +14,7 @@ import fastai_amp16.diagnosis.case,fastai_amp16.diagnosis.diagnose,fastai_amp16.
 from fastai.callback.tracker import SaveModelCallback
 from fastai_amp16.all import AdamW16,PrecisionReport,PrecisionWarning
 from fastai_amp16.diagnosis.diagnose import diagnose
-from fastai_amp16.diagnosis.remedy import heal
+from fastai_amp16.diagnosis.remedy import least_in_fp32
 from fastai_amp16.ask import training_case
 from fastai_amp16.learner import looking
 from fastai_amp16.train.snapshot import unchanged
@@ -234,7 +234,7 @@ class Replaying(Callback):
         if self.which=='report': return self.learn.diagnose_fp16()
         with training_case(self.learn) as case:
             case.scale = 1e9
-            if diagnose(case).verdict!='healthy': heal(case)
+            if diagnose(case).verdict!='healthy': least_in_fp32(case)
 for event in events: setattr(Replaying, event, Replaying.again)
 
 @pytest.mark.parametrize('to,order,which', [('to_fp32',99,'report'), ('to_fp16_dynamic',-5,'report'), ('to_fp16_dynamic',99,'heal')])

@@ -132,10 +132,10 @@ def test_wherever_memory_is_too_small(where, to, dtype, monkeypatch, recwarn):
 @pytest.mark.parametrize('dtype', [torch.float32,torch.float16], ids=['fp32','fp16'])
 def test_a_diagnosis_without_memory_blames_nothing(dtype, monkeypatch):
     "In either of its runs; what is said of an overflow is that memory was too small to look into it"
-    def sample(t, of=record._sample):
+    def sample(t, of=record.sample):
         if t.dtype==dtype: raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
         return of(t)
-    monkeypatch.setattr(record, '_sample', sample)
+    monkeypatch.setattr(record, 'sample', sample)
     learn = small_learner(between(Do(times_and_back))).to_fp16_dynamic()
     with pytest.warns(UserWarning, match='not enough memory'): fit(learn, 1)
     mp = learn.mixed_precision

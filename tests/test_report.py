@@ -138,7 +138,7 @@ matter = dict(
     healthy=[*shared, 'computes','output','gradient','bits','flushed'],
     weights=[*shared, 'input','output','gradient'],
     divergence=[*shared, 'input','output','gradient','weight_grad'])
-matter |= dict(loss=matter['forward'], scale=matter['backward'], data=matter['weights'], loss_func=matter['weights'])
+matter |= dict(loss=matter['forward'], scale=matter['backward'], data=matter['weights'])
 
 @pytest.mark.parametrize('verdict', matter)
 def test_columns_that_matter(verdict):

@@ -15,7 +15,8 @@ from ..precision.comparable import comparable,eager
 from ..util.nested import all_tensors,replace,tensors
 from ..precision.plan import PrecisionPlan
 from ..util.torch_private import compiled,is_out_of_memory
-from .record import Recording,sampled
+from .measure import sampled
+from .record import Recording
 from ..train.snapshot import AllNoted,ModelState,unchanged
 from ..train.step import Step
 

@@ -20,7 +20,7 @@ class PrecisionReport:
     You do not make one yourself: `diagnose_fp16` and a fit do. The arguments are its attributes. `table` has one row
     per module, the one with the least room first; "How to read it" in the documentation explains its columns. `order`
     counts the modules in the order in which they ran. Shares are from 0 to 1, and NaN means not measured."""
-    verdict:str # 'healthy', 'weights', 'data', 'loss_func', 'divergence', 'scale', 'forward', 'backward' or 'loss'
+    verdict:str # 'healthy', 'weights', 'data', 'divergence', 'scale', 'forward', 'backward' or 'loss'
     sentence:str # The cause, as a sentence
     remedy:str = '' # What you can do, in words or as code
     producer:str = None # Dotted name of the module at fault; an empty string means the model itself, `None` no module
@@ -36,7 +36,7 @@ class PrecisionReport:
     @property
     def fp32_fails(self) -> bool:
         "Is fp32 unable to learn from the batch, too?"
-        return self.verdict in ('weights','data','loss_func','divergence')
+        return self.verdict in ('weights','data','divergence')
 
     @property
     def hint(self) -> str:
@@ -138,7 +138,7 @@ _fp32_fails = 'input output gradient'
 _columns = dict( # by verdict, in the order they are shown
     healthy='computes output gradient bits lost flushed',
     forward=_forward, loss=_forward, backward=_backward, scale=_backward,
-    data=_fp32_fails, weights=_fp32_fails, loss_func=_fp32_fails, divergence=f'{_fp32_fails} weight_grad')
+    data=_fp32_fails, weights=_fp32_fails, divergence=f'{_fp32_fails} weight_grad')
 _most_rows = 10
 
 def _is_worth_showing(col, kind): # `kind` is the half precision that most modules compute in
