@@ -131,8 +131,8 @@ def swap_module(
     """Replace all modules of class `old` in `model`; names, training mode and device stay
 
     A module that is used in several places is replaced by a single new one. The parts of an `nn.MultiheadAttention`
-    stay, as they are never called. An optimizer that exists already does not know new parameters. Raises `ValueError` if
-    there is no such module, or if it is the model itself."""
+    stay, as they are never called. An optimizer that exists already does not know new parameters. Raises `ValueError`
+    if there is no such module, or if it is the model itself."""
     _refuse_swap(model, old, new)
     swapped = {}
     for name,m in _outermost(model, old):

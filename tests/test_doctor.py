@@ -221,6 +221,11 @@ def test_what_comes_near_the_end():
     do(found.remedy, learn)
     assert not findings(learn) and not findings(learner(large(1e4)))
 
+def test_what_holds_a_module_near_the_end_is_not_named():
+    body = nn.Sequential(nn.Linear(8, 8), Code(lambda s,x: x/x.detach().abs().max()*5e4))
+    found, = findings(learner(lambda: nn.Sequential(body, Code(lambda s,x: x/5e4), nn.Linear(8, 4))))
+    assert {found.module,*found.others}=={'0.1','1'}
+
 def test_several_that_come_near_the_end_are_one_finding():
     found, = findings(learner(lambda: nn.Sequential(large(4e4)(), nn.Linear(4, 8), large(6e4, lin=nn.Linear(8, 8))())))
     assert (found.module,found.others,found.where)==('2.mid',['0.mid'],'2.mid and 1 more')
@@ -238,7 +243,7 @@ def test_bits_that_modules_lose():
 
 def test_bad_data_and_weights():
     found, = findings(learner(Net(nn.Identity()), torch.full((4, 8), torch.nan)))
-    assert found.severity=='error' and 'inputs' in found.fact
+    assert found.severity=='error' and 'inputs' in found.fact and found.remedy.startswith('# find these samples')
     learn = learner(Net(nn.Identity()))
     learn.model.head.weight.data[0,0] = torch.inf
     assert [(o.severity,o.module) for o in findings(learn)]==[('error','head')]
@@ -323,6 +328,7 @@ def test_sizes():
         return [o for o in _examine(learner(net(*sizes), torch.randn(4, sizes[0])), device=device) if o.severity=='speed']
     found, = speed(T4, 8, 50, 8, 30, 4)
     assert (found.module,found.others)==('0',['2','4','6']) and '50, 30' in found.fact and '56 instead of 50' in found.remedy
+    assert not speed(T4, 8, 512, 512, 3, 512, 4) # layers with few weights
     assert (not speed(T4, 7, 16, 8, 5) and not speed(Device('cpu'), 8, 50, 4)
             and not speed(Device('cuda', 'GTX 1080', (6,1)), 8, 50, 4)[1:])
 

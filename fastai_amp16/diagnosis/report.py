@@ -70,7 +70,8 @@ def plot(self:PrecisionReport,
     ax.set_yticks(range(len(df)), df.module.replace('', '(the model)'), fontsize=8)
     ax.axvline(0, color='tab:red', ls='--', lw=1)
     limit = torch.finfo(self.dtype).max
-    ax.set(title='room of each module', xlabel=f'bits left up to {limit:g} (below 0: overflow)', ylim=(-0.6, len(df)-0.4))
+    xlabel = f'bits left up to {limit:g} (below 0: overflow)'
+    ax.set(title='room of each module', xlabel=xlabel, ylim=(-0.6, len(df)-0.4))
     return ax
 
 # %% ../../nbs/diagnosis/02_report.ipynb #0ccf51d7
