@@ -41,9 +41,10 @@ class DynamicMixedPrecision(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','ranks','step','states','resumed','left_out','context')
+    _stateattrs = ('plan','ranks','step','states','resumed','left_out','context','infinite_model')
     plan = ranks = step = states = resumed = left_out = context = None
     randoms,skipped,agreed = (),False,False
+    infinite_model = None # the model whose predictions are infinite in fp32 as well, until it trains
     looks,told = False,None # does it serve a report outside a fit? what was said last of other mixed precisions
     stopped = None # why the last fit ended early, as a sentence; `None` if it did not, or if other code ended it
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
@@ -159,6 +160,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def find_states(self):
         "Find everything that a batch may change"
         modules = ModelState(self.plan.model, self.learn.loss_func, self.learn)
+        modules.watches = self.infinite_model is not self.learn.model
         self.states = modules,LearnerState(self.learn, modules.hooks) # callbacks may add and remove hooks in a batch
 
     # A fit
@@ -176,7 +178,7 @@ class DynamicMixedPrecision(MixedPrecision):
             raise ValueError("The optimizer holds none of the model's parameters: "
                              "call learn.create_opt() after you replace learn.model.")
         warn_of_slow_half(plan, not self.log.steps)
-        self.said,self.step,self.stopped = set(),None,None
+        self.said,self.step,self.stopped,self.infinite_model = set(),None,None,None
         self.log.begin_fit('lr_find' if self.learn._grab_cbs(LRFinder) else 'fit')
         self.comparison.begin_fit()
         if not goes_on: self.log.unhelpful_diagnoses = self.log.skipped_in_a_row = 0
@@ -206,7 +208,9 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.ranks and self.ranks.size>1: self.randoms = self.ranks.gather(learner_random_states(self.learn))
     def after_fit(self): self.plan = self.states = None # you may change the model before the next fit
 
-    def forget_step(self): self.step = None # its gradients stay
+    def forget_step(self):
+        "Forget an unfinished step; its gradients stay"
+        self.step = None
 
     # Events of a batch
 
@@ -234,10 +238,9 @@ class DynamicMixedPrecision(MixedPrecision):
         step = self.step
         if step is None or not step.is_due: return
         self.step_taken()
-        def begin_second(call, aside): # if the model runs once more in this batch
-            self.begin_step(step.batches.entry, False, is_second=True) # cannot run again, as weights have changed
-            return call()
-        step.batches.entry.around_next = begin_second
+        # if the model runs once more in this batch; this step cannot run again, as weights have changed
+        begin = partial(self.begin_step, step.batches.entry, False, is_second=True)
+        step.batches.entry.around_next = lambda call, *_: begin() or call()
 
     def after_cancel_step(self): # half precision may be why another callback has cancelled it
         step = self.step
@@ -265,8 +268,6 @@ class DynamicMixedPrecision(MixedPrecision):
             self.skip_step()
         f()
 
-    # The end of a step
-
     def step_taken(self):
         "Note that the step was taken"
         step = self.step
@@ -291,8 +292,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.on_spiral=='heal' and self.log.skipped_in_a_row>=self.patience: self.end_fit()
         raise CancelStepException()
 
-    def end_step(self, scale, # Loss scale of the last attempt
-                 skipped): # Was the step skipped?
+    def end_step(self, scale, skipped): # The loss scale of the last attempt; was the step skipped?
         "Add the step to the history, and plan when predictions are compared next"
         step = self.step
         self.comparison.end_step(step)
@@ -312,8 +312,8 @@ class DynamicMixedPrecision(MixedPrecision):
                    can_rerun, # Can the batches of this step run again?
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
-        s,is_first = self.scaler,self.training and not self.log.last_fit # of the fit
-        batches = Batches(self.learn, entry, *self.states, leftovers=is_first)
+        s = self.scaler
+        batches = Batches(self.learn, entry, *self.states, leftovers=self.training and not self.log.last_fit)
         self.step = Step(batches, self.ranks, self.rerun, is_second=is_second, scale=s.get_scale(), proven=s.proven,
                          floor=s.min_scale if s.moves and can_rerun else None, static=s.is_enabled() and not s.dynamic,
                          can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=self.log.fp32_first,
@@ -322,8 +322,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
         "Note the present state, so that the batch can run again"
         self.ready(entry)
-        self.skipped = False
-        is_first = self.step is None
+        self.skipped,is_first = False,self.step is None
         if is_first: self.begin_step(entry, self.rerun)
         if self.step.in_fp32: entry.plan = None # as in the batches before this one
         if not self.rerun: return
@@ -345,7 +344,7 @@ class DynamicMixedPrecision(MixedPrecision):
         try:
             self.begin_batch(entry)
             self.make_attempts(f)
-            if training and self.learn: end = self.step.batch_end(cancelled=False)
+            if training and self.step: end = self.step.batch_end(cancelled=False)
         except not_faults:
             if training and self.step: end = self.step.batch_end(cancelled=True)
             raise
@@ -354,8 +353,8 @@ class DynamicMixedPrecision(MixedPrecision):
             raise
         finally:
             if self.step: self.step.batches.end()
-            if not training: self.step = outer
-            elif self.step: self.end_batch(end)
+            if not training: self.end_validation(outer)
+            elif self.step and self.learn: self.end_batch(end)
 
     def make_attempts(self, f): # As in `around_batch`
         "Make attempts until one counts"
@@ -363,6 +362,13 @@ class DynamicMixedPrecision(MixedPrecision):
         while not self.step.attempt(go):
             if self.learn is None: return # a callback has removed this one
             go = self.next_attempt()
+
+    def end_validation(self, outer): # The step that batches of training before it wait for
+        "Go on with that step"
+        self.step = outer
+        if self.learn is None: return
+        modules,_ = self.states
+        if not modules.watches: self.infinite_model = self.learn.model
 
     def next_attempt(self):
         "Prepare the next attempt; returns a function that makes it"
@@ -390,10 +396,9 @@ class DynamicMixedPrecision(MixedPrecision):
         try: yield
         finally: self.step = None
 
-    def say_once(self, text, # What to warn of
-                 key=None): # What identifies the warning; `text` by default
+    def say_once(self, text, key=None): # What to warn of, and what identifies the warning; `text` by default
         "Give a warning once per fit"
-        key = text if key is None else key
+        if key is None: key = text
         if key in self.said: return
         self.said.add(key)
         warn_user(text)
