@@ -142,8 +142,7 @@ class DynamicMixedPrecision(MixedPrecision):
         "The plan for `learn.model`, which other code may have replaced; `entry` then begins its forward passes"
         learn = self.learn
         if self.plan is None or self.plan.wrapped is not learn.model:
-            self.plan,self.ranks = self.make_plan(learn.model),Ranks(learn.model)
-            self.states = None # modules may be others
+            self.plan,self.ranks,self.states = self.make_plan(learn.model),Ranks(learn.model),None
             self.scaler.enable(self.amp_mode==AMPMode.FP16 and bool(self.plan.in_half))
         if entry is None: return self.plan
         if not self.has_states(): self.find_states()
@@ -336,8 +335,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if vars(self.learn).get('iter'): return False # not the first batch of a validation
         return self.learn._fitting or not self.comparison.knows(self.states[0])
 
-    def around_batch(self, entry, # The `Entry` of the fit or the validation
-                     f): # Function without arguments
+    def around_batch(self, entry, f): # The `Entry` of the fit or the validation, and a function without arguments
         "Run `f`, which processes one batch, until its step is taken or skipped"
         training,outer,end = self.training,self.step,BatchEnd.failed
         if not training: self.step = None # a validation between accumulated batches is not part of their step
@@ -366,9 +364,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def end_validation(self, outer): # The step that batches of training before it wait for
         "Go on with that step"
         self.step = outer
-        if self.learn is None: return
-        modules,_ = self.states
-        if not modules.watches: self.infinite_model = self.learn.model
+        if self.learn and not self.states[0].watches: self.infinite_model = self.learn.model
 
     def next_attempt(self):
         "Prepare the next attempt; returns a function that makes it"
