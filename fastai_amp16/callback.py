@@ -123,8 +123,6 @@ class DynamicMixedPrecision(MixedPrecision):
         "A row for each step since you created the callback, with its loss scale and the gradient norm before clipping"
         return self.log.frame()
 
-    # What stays in fp32
-
     def keeps(self, model): # A model, wrapped or not
         "Everything that stays in fp32 in `model` besides norms, as in `keep_fp32`"
         return [*as_list(self.keep_fp32), *self.promoted_in(model)]
@@ -144,10 +142,10 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.plan is None or self.plan.wrapped is not learn.model:
             self.plan,self.ranks,self.states = self.make_plan(learn.model),Ranks(learn.model),None
             self.scaler.enable(self.amp_mode==AMPMode.FP16 and bool(self.plan.in_half))
-        if entry is None: return self.plan
-        if not self.has_states(): self.find_states()
-        entry.stand(learn.model)
-        entry.plan = self.plan
+        if entry is not None:
+            if not self.has_states(): self.find_states()
+            entry.stand(learn.model)
+            entry.plan = self.plan
         return self.plan
 
     def has_states(self):
@@ -199,12 +197,11 @@ class DynamicMixedPrecision(MixedPrecision):
     def before_train(self):
         self.agree()
         self.log.epoch_start = len(self.log.steps)
-        starts_later = hasattr(self.learn, 'skip_to_epoch') # with a `start_epoch`
-        if starts_later and self.resumed: set_learner_random_states(self.learn, self.resumed)
+        if self.resumed and hasattr(self.learn, 'skip_to_epoch'): set_learner_random_states(self.learn, self.resumed)
         self.resumed = None
     def after_epoch(self):
-        if not self.learn._fitting: return
-        if self.ranks and self.ranks.size>1: self.randoms = self.ranks.gather(learner_random_states(self.learn))
+        several = self.learn._fitting and self.ranks and self.ranks.size>1
+        if several: self.randoms = self.ranks.gather(learner_random_states(self.learn))
     def after_fit(self): self.plan = self.states = None # you may change the model before the next fit
 
     def forget_step(self):
@@ -291,7 +288,8 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.on_spiral=='heal' and self.log.skipped_in_a_row>=self.patience: self.end_fit()
         raise CancelStepException()
 
-    def end_step(self, scale, skipped): # The loss scale of the last attempt; was the step skipped?
+    def end_step(self, scale, # Loss scale of the last attempt
+                 skipped): # Was the step skipped?
         "Add the step to the history, and plan when predictions are compared next"
         step = self.step
         self.comparison.end_step(step)
@@ -335,7 +333,8 @@ class DynamicMixedPrecision(MixedPrecision):
         if vars(self.learn).get('iter'): return False # not the first batch of a validation
         return self.learn._fitting or not self.comparison.knows(self.states[0])
 
-    def around_batch(self, entry, f): # The `Entry` of the fit or the validation, and a function without arguments
+    def around_batch(self, entry, # The `Entry` of the fit or the validation
+                     f): # Function without arguments
         "Run `f`, which processes one batch, until its step is taken or skipped"
         training,outer,end = self.training,self.step,BatchEnd.failed
         if not training: self.step = None # a validation between accumulated batches is not part of their step
@@ -392,7 +391,8 @@ class DynamicMixedPrecision(MixedPrecision):
         try: yield
         finally: self.step = None
 
-    def say_once(self, text, key=None): # What to warn of, and what identifies the warning; `text` by default
+    def say_once(self, text, # What to warn of
+                 key=None): # What identifies the warning; `text` by default
         "Give a warning once per fit"
         if key is None: key = text
         if key in self.said: return
