@@ -69,6 +69,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'fastai_amp16/callback.py'),
                                        'fastai_amp16.callback.DynamicMixedPrecision.end_step': ( 'callback.html#dynamicmixedprecision.end_step',
                                                                                                  'fastai_amp16/callback.py'),
+                                       'fastai_amp16.callback.DynamicMixedPrecision.end_validation': ( 'callback.html#dynamicmixedprecision.end_validation',
+                                                                                                       'fastai_amp16/callback.py'),
                                        'fastai_amp16.callback.DynamicMixedPrecision.find_states': ( 'callback.html#dynamicmixedprecision.find_states',
                                                                                                     'fastai_amp16/callback.py'),
                                        'fastai_amp16.callback.DynamicMixedPrecision.forget_step': ( 'callback.html#dynamicmixedprecision.forget_step',

@@ -42,9 +42,10 @@ class DynamicMixedPrecision(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training (https://arxiv.org/abs/1710.03740)"""
     name,order = 'mixed_precision',MixedPrecision.order
-    _stateattrs = ('plan','ranks','step','states','resumed','left_out','context')
+    _stateattrs = ('plan','ranks','step','states','resumed','left_out','context','infinite_model')
     plan = ranks = step = states = resumed = left_out = context = None
     randoms,skipped,agreed = (),False,False
+    infinite_model = None # the model whose predictions are infinite in fp32 as well, until it trains
     looks,told = False,None # does it serve a report outside a fit? what was said last of other mixed precisions
     stopped = None # why the last fit ended early, as a sentence; `None` if it did not, or if other code ended it
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
@@ -123,8 +124,6 @@ class DynamicMixedPrecision(MixedPrecision):
         "A row for each step since you created the callback, with its loss scale and the gradient norm before clipping"
         return self.log.frame()
 
-    # What stays in fp32
-
     def keeps(self, model): # A model, wrapped or not
         "Everything that stays in fp32 in `model` besides norms, as in `keep_fp32`"
         return [*as_list(self.keep_fp32), *self.promoted_in(model)]
@@ -142,13 +141,12 @@ class DynamicMixedPrecision(MixedPrecision):
         "The plan for `learn.model`, which other code may have replaced; `entry` then begins its forward passes"
         learn = self.learn
         if self.plan is None or self.plan.wrapped is not learn.model:
-            self.plan,self.ranks = self.make_plan(learn.model),Ranks(learn.model)
-            self.states = None # modules may be others
+            self.plan,self.ranks,self.states = self.make_plan(learn.model),Ranks(learn.model),None
             self.scaler.enable(self.amp_mode==AMPMode.FP16 and bool(self.plan.in_half))
-        if entry is None: return self.plan
-        if not self.has_states(): self.find_states()
-        entry.stand(learn.model)
-        entry.plan = self.plan
+        if entry is not None:
+            if not self.has_states(): self.find_states()
+            entry.stand(learn.model)
+            entry.plan = self.plan
         return self.plan
 
     def has_states(self):
@@ -160,6 +158,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def find_states(self):
         "Find everything that a batch may change"
         modules = ModelState(self.plan.model, self.learn.loss_func, self.learn)
+        modules.watches = self.infinite_model is not self.learn.model
         self.states = modules,LearnerState(self.learn, modules.hooks) # callbacks may add and remove hooks in a batch
 
     # A fit
@@ -177,7 +176,7 @@ class DynamicMixedPrecision(MixedPrecision):
             raise ValueError("The optimizer holds none of the model's parameters: "
                              "call learn.create_opt() after you replace learn.model.")
         warn_of_slow_half(plan, not self.log.steps)
-        self.said,self.step,self.stopped = set(),None,None
+        self.said,self.step,self.stopped,self.infinite_model = set(),None,None,None
         self.log.begin_fit('lr_find' if self.learn._grab_cbs(LRFinder) else 'fit')
         self.comparison.begin_fit()
         if not goes_on: self.log.unhelpful_diagnoses = self.log.skipped_in_a_row = 0
@@ -199,15 +198,16 @@ class DynamicMixedPrecision(MixedPrecision):
     def before_train(self):
         self.agree()
         self.log.epoch_start = len(self.log.steps)
-        starts_later = hasattr(self.learn, 'skip_to_epoch') # with a `start_epoch`
-        if starts_later and self.resumed: set_learner_random_states(self.learn, self.resumed)
+        if self.resumed and hasattr(self.learn, 'skip_to_epoch'): set_learner_random_states(self.learn, self.resumed)
         self.resumed = None
     def after_epoch(self):
-        if not self.learn._fitting: return
-        if self.ranks and self.ranks.size>1: self.randoms = self.ranks.gather(learner_random_states(self.learn))
+        several = self.learn._fitting and self.ranks and self.ranks.size>1
+        if several: self.randoms = self.ranks.gather(learner_random_states(self.learn))
     def after_fit(self): self.plan = self.states = None # you may change the model before the next fit
 
-    def forget_step(self): self.step = None # its gradients stay
+    def forget_step(self):
+        "Forget an unfinished step; its gradients stay"
+        self.step = None
 
     # Events of a batch
 
@@ -235,10 +235,9 @@ class DynamicMixedPrecision(MixedPrecision):
         step = self.step
         if step is None or not step.is_due: return
         self.step_taken()
-        def begin_second(call, call_by): # if the model runs once more in this batch
-            self.begin_step(step.batches.entry, False, is_second=True) # cannot run again, as weights have changed
-            return call()
-        step.batches.entry.around_next = begin_second
+        # if the model runs once more in this batch; this step cannot run again, as weights have changed
+        begin = partial(self.begin_step, step.batches.entry, False, is_second=True)
+        step.batches.entry.around_next = lambda call, *_: begin() or call()
 
     def after_cancel_step(self): # half precision may be why another callback has cancelled it
         step = self.step
@@ -265,8 +264,6 @@ class DynamicMixedPrecision(MixedPrecision):
             step.outcome,step.norm = Outcome.broken,math.inf
             self.skip_step()
         f()
-
-    # The end of a step
 
     def step_taken(self):
         "Note that the step was taken"
@@ -313,8 +310,8 @@ class DynamicMixedPrecision(MixedPrecision):
                    can_rerun, # Can the batches of this step run again?
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
-        s,is_first = self.scaler,self.training and not self.log.last_fit # of the fit
-        batches = Batches(self.learn, entry, *self.states, leftovers=is_first)
+        s = self.scaler
+        batches = Batches(self.learn, entry, *self.states, leftovers=self.training and not self.log.last_fit)
         self.step = Step(batches, self.ranks, self.rerun, is_second=is_second, scale=s.get_scale(), proven=s.proven,
                          floor=s.min_scale if s.moves and can_rerun else None, static=s.is_enabled() and not s.dynamic,
                          can_rerun=can_rerun, can_heal=self.on_spiral!='warn', fp32_first=self.log.fp32_first,
@@ -323,8 +320,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def begin_batch(self, entry): # The `Entry` of the fit or the validation
         "Note the present state, so that the batch can run again"
         self.ready(entry)
-        self.skipped = False
-        is_first = self.step is None
+        self.skipped,is_first = False,self.step is None
         if is_first: self.begin_step(entry, self.rerun)
         if self.step.in_fp32: entry.plan = None # as in the batches before this one
         if not self.rerun: return
@@ -346,7 +342,7 @@ class DynamicMixedPrecision(MixedPrecision):
         try:
             self.begin_batch(entry)
             self.make_attempts(f)
-            if training and self.learn: end = self.step.batch_end(cancelled=False)
+            if training and self.step: end = self.step.batch_end(cancelled=False)
         except not_faults:
             if training and self.step: end = self.step.batch_end(cancelled=True)
             raise
@@ -355,8 +351,8 @@ class DynamicMixedPrecision(MixedPrecision):
             raise
         finally:
             if self.step: self.step.batches.end()
-            if not training: self.step = outer
-            elif self.step: self.end_batch(end)
+            if not training: self.end_validation(outer)
+            elif self.step and self.learn: self.end_batch(end)
 
     def make_attempts(self, f): # As in `around_batch`
         "Make attempts until one counts"
@@ -364,6 +360,11 @@ class DynamicMixedPrecision(MixedPrecision):
         while not self.step.attempt(go):
             if self.learn is None: return # a callback has removed this one
             go = self.next_attempt()
+
+    def end_validation(self, outer): # The step that batches of training before it wait for
+        "Go on with that step"
+        self.step = outer
+        if self.learn and not self.states[0].watches: self.infinite_model = self.learn.model
 
     def next_attempt(self):
         "Prepare the next attempt; returns a function that makes it"
@@ -394,7 +395,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def say_once(self, text, # What to warn of
                  key=None): # What identifies the warning; `text` by default
         "Give a warning once per fit"
-        key = text if key is None else key
+        if key is None: key = text
         if key in self.said: return
         self.said.add(key)
         warn_user(text)

@@ -347,6 +347,13 @@ def test_bad_batches_with_good_ones_between_do_not_end_the_fit():
     learn = fit(learner(n=30*16, cbs=Poison(set(range(30))-set(range(2, 30, 3)), 'backward')).to_fp16_dynamic(), 1)
     assert len(learn.mixed_precision.history)==30 and learn.mixed_precision.n_skipped==20
 
+def test_skipped_steps_that_lower_the_loss_scale_do_not_end_the_fit():
+    "Those at a scale that stays do, as batches that are infinite in any precision"
+    mp = fit(learner(n=20*16).to_fp16_dynamic(init_scale=2.**24, rerun=False, patience=1), 1).mixed_precision
+    assert len(mp.history)==20 and mp.n_skipped>3
+    learn = learner(n=20*16, cbs=Poison(set(range(12, 20)), 'forward')).to_fp16_dynamic(init_scale=2.**24, rerun=False, patience=2)
+    assert len(fit(learn, 1).mixed_precision.history)==14
+
 def test_the_steps_of_accumulated_batches_are_counted_as_such():
     learn = learner(n=20*16, cbs=[GradientAccumulation(32), Poison(set(range(8, 20)), 'backward')]).to_fp16_dynamic()
     ends(learn, ['step 7 (batch 14 of 20)'])

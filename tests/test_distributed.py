@@ -302,8 +302,8 @@ def _first_scale(rank):
 def test_a_first_scale_that_is_too_high_for_one_rank(ranks): ranks(_first_scale)
 
 def _runs_accumulated_again(rank):
-    "A forward pass that overflows in the second of four batches, on one rank; gradients that overflow, on the other"
-    def cbs(): return [GradientAccumulation(32), Poison({5}, 'precision') if rank else Outlier({9})]
+    "A forward pass that overflows in the first of four batches, on one rank; gradients that overflow, on the other"
+    def cbs(): return [GradientAccumulation(32), Poison({4}, 'precision') if rank else Outlier({9})]
     learn = steps_of_fp32(rank, 4, cbs, model=regular, bs=8)
     ran_again(learn, [1,2], 4)
     assert learn.mixed_precision.promoted==['4'] and learn.model[1].num_batches_tracked==16

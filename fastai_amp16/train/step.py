@@ -51,7 +51,9 @@ class Step(Attempts):
         return 1. if self.batches.entry.plan is None else self.scale
 
     @property
-    def is_skipped(self) -> bool: return self.next.what is Next.skip
+    def is_skipped(self) -> bool:
+        "Is it decided that the step is skipped?"
+        return self.next.what is Next.skip
 
     @property
     def is_left(self) -> bool:
