@@ -170,7 +170,7 @@ def _tops(case, limit):
     "The `_Top` of each module, by its name"
     modules,tops = dict(case.model.named_modules()),defaultdict(_Top)
     for f in case.fp32.frames:
-        if f.name not in modules or f.name in case.half.in_fp32: continue
+        if f.name not in modules or modules[f.name] in case.half.plan.in_fp32: continue
         is_of_children = f.op is None and any(modules[f.name].children())
         if is_of_children: continue
         for seen in (*f.ins,*f.outs):
@@ -298,7 +298,7 @@ def _in_half(case):
     modules = dict(case.model.named_modules())
     names = dict.fromkeys(f.name for f in case.fp32.frames if f.op is None)
     layers = {n: modules[n] for n in names if isinstance(modules.get(n), (nn.Linear,*convs))}
-    return {n: m for n,m in layers.items() if n not in case.half.in_fp32}
+    return {n: m for n,m in layers.items() if m not in case.half.plan.in_fp32}
 
 def _slow_sizes(layers):
     "The sizes between layers that are not multiples of 8, by the layer's name"

@@ -3,7 +3,7 @@ import math,pickle,re
 import pytest,torch
 from fastai.basics import nn,partial,set_seed
 from torch.utils.checkpoint import checkpoint
-from fastai_amp16.diagnosis.case import Case
+from fastai_amp16.diagnosis.case import Case,faults
 from fastai_amp16.diagnosis.compare import deviation
 from fastai_amp16.diagnosis.diagnose import diagnose
 from fastai_amp16.diagnosis.measure import sampled
@@ -304,6 +304,24 @@ def test_divergence_beside_a_mask_of_infinities():
     c = case(Masked, mask_inputs())
     with torch.no_grad(): c.model.lin.weight.fill_(3e38)
     assert diagnose(c).verdict=='divergence'
+
+def test_divergence_after_a_mask_is_not_laid_to_the_mask():
+    "As in a transformer, whose attention adds -inf to what it masks"
+    def masked(x): return x+(x*0+torch.where(torch.arange(16)<8, 0., -math.inf)).softmax(-1)
+    r = diagnose(case(between(Do(masked), Do(lambda x: x*1e30), Do(lambda x: x*1e9)), lr=0.5)) # some become infinite
+    assert (r.verdict,r.producer)==('divergence','3')
+
+def test_gradients_that_are_infinite_times_the_loss_scale():
+    "They are finite, but no room is left to measure"
+    r = diagnose(case(between(Do(lambda x: x*1e30), Do(lambda x: x*2e8))))
+    assert r.verdict=='divergence' and r.table.gradient.max()==math.inf
+
+def test_one_run_shows_each_derivative_at_fault_and_no_other():
+    "What one of them makes infinite is mended before it comes to the next"
+    c = case(between(Do(small_root), nn.Linear(16,16), Do(small_root)))
+    c.fp32 = c.run_fp32()
+    found = faults(c.run(scale=1., reference=c.fp32))
+    assert {phase for phase,_ in found}=={'backward'} and {f.name for _,f in found}=={'1','3'}
 
 # %% healing
 def test_an_unneeded_promotion_is_given_back():

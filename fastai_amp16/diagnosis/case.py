@@ -256,8 +256,8 @@ class Case:
         if self.lost(run): return True
         return are_wrong(self.learn, run, self.fp32, self.controls)
 
-    def lost(self, run:Recording) -> dict: # as `lost` of compare
-        "What goes to the next batch and changes otherwise than in fp32, and how far off it is"
+    def lost(self, run:Recording): # A run in any precision
+        "Find what goes to the next batch and changes otherwise than in fp32, and how far off it is, by name"
         return lost(run, self.fp32, self.before, self.controls)
 
     @functools.cached_property

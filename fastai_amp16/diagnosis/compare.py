@@ -99,7 +99,8 @@ def _loss(learn, pred, yb):
     try: # with hooks, so that those of an activation checkpoint around the model do not see these tensors
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(same, same):
             loss = learn.loss_func(replace(pred, leaf), *yb).sum()
-            grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True) # zeros for what is unused
+            # zeros for what is unused
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     except Exception as e:
         if is_out_of_memory(e): raise
         return None

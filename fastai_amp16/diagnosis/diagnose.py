@@ -41,7 +41,7 @@ def _row(case, f, column, s, m, in_fp32):
     "One measure of a call as a row: `column`, and the bits that are left below the largest number of its precision"
     row = {'module': f.name, column: m.top}
     half = case.half.seen.get(s.place) if case.half else None
-    if m.top>0:
+    if 0<m.top<math.inf: # a gradient times the loss scale may be infinite
         dtype = case.dtype if _is_half(f, column, half, in_fp32) else torch.float32
         row['bits'] = math.log2(torch.finfo(dtype).max/m.top)
     if column in ('gradient','weight_grad'):

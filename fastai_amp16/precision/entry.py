@@ -38,7 +38,7 @@ class _SharedCasts:
         "The next call makes its own casts"
         if self.marks is not None: torch.autocast_decrement_nesting()
         self.marks = None
-        # an autocast around the batch would keep those that a call without gradients has made, in older versions of torch
+        # else an autocast around the batch would keep those of a call without gradients, in older versions of torch
         torch.clear_autocast_cache()
 
     def end_batch(self):
