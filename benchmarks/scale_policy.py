@@ -82,7 +82,7 @@ def runs_again(scaler, room):
         if what is Next.skip: return None,reruns
         if what is Next.diagnose: # it measures the gradients
             step.diagnoses,lower = step.diagnoses+1,max(scaler.min_scale, 2.**(room-1))
-        if what is Next.reference: step.odd,lower = step.norm,step.scale # fp32's gradients are as large
+        if what is Next.reference: step.suspect_norm,lower = step.norm,step.scale # fp32's gradients are as large
         step.kind = what if what is Next.reference else Next.again
         if what is not Next.step: step.scale,reruns = lower,reruns+1
     scaler.room = room
