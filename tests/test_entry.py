@@ -152,6 +152,12 @@ def test_programs_that_call_the_model_in_their_own_way(cls):
     assert {0,5}<=set(ran_again(b)) and len(ran_again(b))<=3 and not b.mixed_precision.promoted
     assert int(a.model.enc[1].num_batches_tracked)==int(b.model.enc[1].num_batches_tracked)
 
+def test_an_autocast_of_its_own_changes_nothing():
+    "The batch after the 6th is compared with fp32: calls without gradients leave no casts to those with gradients"
+    a,b = [fit(make(cls, hot, cbs=[Outlier(5)]), 1) for cls in (Own,Entered)]
+    assert a.mixed_precision.history.grad_norm.tolist()==b.mixed_precision.history.grad_norm.tolist()
+    assert a.recorder.values==b.recorder.values
+
 @pytest.mark.parametrize('cls', [Again,Reentrant,Reversible])
 def test_what_is_recomputed_when_fp32_is_asked(cls):
     "In the 16th step"

@@ -33,9 +33,9 @@ class _SharedCasts:
 
     def forget(self):
         "The next call makes its own casts"
-        if self.marks is None: return
+        if self.marks is not None: torch.autocast_decrement_nesting()
         self.marks = None
-        torch.autocast_decrement_nesting()
+        # else an autocast around the batch would keep those of a call without gradients, in older versions of torch
         torch.clear_autocast_cache()
 
     def end_batch(self):
