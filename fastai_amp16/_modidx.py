@@ -1229,6 +1229,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'fastai_amp16/train/snapshot.py'),
                                              'fastai_amp16.train.snapshot._loader_parts': ( 'train/snapshot.html#_loader_parts',
                                                                                             'fastai_amp16/train/snapshot.py'),
+                                             'fastai_amp16.train.snapshot._modules_held_by': ( 'train/snapshot.html#_modules_held_by',
+                                                                                               'fastai_amp16/train/snapshot.py'),
                                              'fastai_amp16.train.snapshot._shuffling': ( 'train/snapshot.html#_shuffling',
                                                                                          'fastai_amp16/train/snapshot.py'),
                                              'fastai_amp16.train.snapshot._walk': ( 'train/snapshot.html#_walk',

@@ -29,6 +29,14 @@ def _with_entries(o):
     if not isinstance(o, (list,tuple,deque,dict)) or len(o)>_few: return [o]
     return [o, *(dict.values(o) if isinstance(o, dict) else o)] # a subclass may override `values`
 
+def _modules_held_by(o, name):
+    "Iterate over the modules in the attributes of an object, with names"
+    is_fastais = isinstance(o, (Learner,Callback))
+    for k,v in vars(o).items():
+        if is_fastais and k in ('model','loss_func'): continue # they may be wrapped
+        for m in _with_entries(v):
+            if isinstance(m, nn.Module): yield from _walk(m, f'{name}.{k}')
+
 def _walk(o, name=''):
     "Iterate over the modules, and other objects with attributes, in a model or what trains it, with names"
     if isinstance(o, nn.Module):
@@ -37,13 +45,8 @@ def _walk(o, name=''):
     elif isinstance(o, partial):
         for v in (o.func, *o.args, *o.keywords.values()): yield from _walk(v, name)
     elif type(getattr(o, '__dict__', None)) is dict:
-        is_noted = isinstance(o, (Learner,Callback)) # by `LearnerState`
-        if not is_noted: yield name,o
-        left_out = ('model','loss_func') if is_noted else () # they may be wrapped
-        for k,v in vars(o).items():
-            if k in left_out: continue
-            for m in _with_entries(v):
-                if isinstance(m, nn.Module): yield from _walk(m, f'{name}.{k}')
+        if not isinstance(o, (Learner,Callback)): yield name,o # those are noted by `LearnerState`
+        yield from _modules_held_by(o, name)
 
 def _has_statistics(o):
     "These are wrong only if predictions are, and a mean may be nothing but rounding"
