@@ -4,7 +4,7 @@ import pytest,torch
 from fastai.basics import nn,partial,set_seed
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.diagnosis.case import Case,faults
-from fastai_amp16.diagnosis.compare import deviation
+from fastai_amp16.diagnosis.deviation import deviation
 from fastai_amp16.diagnosis.diagnose import diagnose
 from fastai_amp16.diagnosis.measure import sampled
 from fastai_amp16.diagnosis.healing import Verdict,_merged,after,diagnose_step

@@ -6,7 +6,8 @@ import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import DataLoader,DataLoaders,Learner,MSELossFlat,default_device,nn,set_seed
 from fastai_amp16.all import DynamicMixedPrecision
-from fastai_amp16.diagnosis.compare import are_wrong,loss_change
+from fastai_amp16.diagnosis.compare import are_wrong
+from fastai_amp16.diagnosis.deviation import loss_change
 from common import both,clean,fit
 
 def learner(ts, model, loss_func, n_inp=1, bs=32, **kwargs):

@@ -4,7 +4,7 @@ from fastai.basics import (Callback,CancelFitException,CrossEntropyLossFlat,Data
                            partial,set_seed)
 import fastai_amp16.all # noqa: F401
 from fastai_amp16.diagnosis import record
-from fastai_amp16.diagnosis.compare import deviation,loss_change
+from fastai_amp16.diagnosis.deviation import deviation,loss_change
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -6,7 +6,8 @@ from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,Datasets,L,Learn
                            set_seed)
 from fastai_amp16.all import AdamW16
 from fastai_amp16.precision.comparable import true_fp32
-from fastai_amp16.diagnosis.compare import deviation,rounded as rounded_layers,wrong_first
+from fastai_amp16.diagnosis.compare import rounded as rounded_layers,wrong_first
+from fastai_amp16.diagnosis.deviation import deviation
 from fastai_amp16.ask import training_case
 from fastai_amp16.precision.plan import PrecisionPlan
 from torch.nn.utils import get_total_norm
