@@ -12,7 +12,7 @@ from fastai.callback.fp16 import AMPMode,MixedPrecision
 from fastai.callback.schedule import LRFinder
 from .precision.names import as_list
 from .precision.plan import PrecisionPlan,unwrap
-from .train.scaler import DynamicScaler,require
+from .train.scaler import DynamicScaler
 from .train.snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
 from .train.ranks import Ranks
 from .train.rerun import Batches,Left,not_faults
@@ -22,8 +22,8 @@ from .diagnosis.compare import Comparison
 from .diagnosis.healing import heal
 from .diagnosis.report import Reports
 from .train.history import History
-from .diagnosis.messages import (bare_step,cannot_rerun,check_keywords,refuse_second_precision,static_overflow,
-                                   stop_early,warn_of_slow_half,warn_user,written_gradients)
+from .diagnosis.messages import (bare_step,cannot_rerun,check_arguments,check_keywords,refuse_second_precision,
+                                   static_overflow,stop_early,warn_of_slow_half,warn_user,written_gradients)
 
 # %% ../nbs/00_callback.ipynb #c5961e06
 class DynamicMixedPrecision(MixedPrecision):
@@ -67,22 +67,13 @@ class DynamicMixedPrecision(MixedPrecision):
     ):
         import_module('fastai_amp16.all') # what a `Learner` needs, in case only this module was imported before
         check_keywords(DynamicMixedPrecision, kwargs)
-        self._check(amp_mode=amp_mode, keep_fp32=keep_fp32, on_spiral=on_spiral, patience=patience, rerun=rerun)
+        check_arguments(type(self).__name__, amp_mode=amp_mode, keep_fp32=keep_fp32, on_spiral=on_spiral,
+                        patience=patience, rerun=rerun)
         store_attr('keep_fp32,on_spiral,patience,rerun')
         self.amp_mode,self.kwargs = AMPMode(amp_mode),kwargs
         self.scaler = StepScaler(self, enabled=self.amp_mode==AMPMode.FP16, **kwargs)
         self.log,self.scales,self.comparison,self.said = History(),L(),Comparison(),set()
         self.reports,self.promoted = Reports(),[] # what diagnoses found; what healing keeps in fp32, as in `keep_fp32`
-
-    def _check(self, amp_mode, keep_fp32, on_spiral, patience, rerun):
-        modes = [o.value for o in AMPMode]
-        def check(ok, name, value, allowed): require(ok, type(self).__name__, name, value, allowed)
-        check(amp_mode in (*modes,*AMPMode), 'amp_mode', amp_mode, ' or '.join(map(repr, modes)))
-        check(on_spiral in ('heal','warn','raise'), 'on_spiral', on_spiral, "'heal', 'warn' or 'raise'")
-        check(isinstance(patience, int) and patience>0, 'patience', patience, 'a whole number above 0')
-        check(isinstance(rerun, bool), 'rerun', rerun, 'True or False')
-        check('' not in as_list(keep_fp32), 'keep_fp32', keep_fp32,
-              'less than the whole model, which learn.to_fp32() keeps in fp32')
 
     def __setstate__(self, state):
         import_module('fastai_amp16.all')
@@ -204,10 +195,6 @@ class DynamicMixedPrecision(MixedPrecision):
         several = self.learn._fitting and self.ranks and self.ranks.size>1
         if several: self.randoms = self.ranks.gather(learner_random_states(self.learn))
     def after_fit(self): self.plan = self.states = None # you may change the model before the next fit
-
-    def forget_step(self):
-        "Forget an unfinished step; its gradients stay"
-        self.step = None
 
     # Events of a batch
 

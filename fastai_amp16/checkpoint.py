@@ -23,7 +23,9 @@ def fastais_own(
 
 _fastais_getstate,_fastais_export = [fastais_own(Learner, o) for o in ('__getstate__','export')]
 
-def _of_this_package(o): return any(c.__module__.split('.')[0]=='fastai_amp16' for c in type(o).__mro__)
+def _of_this_package(o):
+    packages = {c.__module__.split('.')[0] for c in type(o).__mro__}
+    return 'fastai_amp16' in packages
 
 def _for_export(state):
     "The attributes of a learner without what is of this package: callbacks, metrics, the scaler"
@@ -76,7 +78,10 @@ def take_up(
     learn:Learner # That has loaded a checkpoint, perhaps
 ):
     "Continue with the mixed precision of the last checkpoint; `to_fp16_dynamic` may come after `learn.load`"
-    if (mp := running(learn)) is None or not (loaded := vars(learn).pop('_loaded', None)): return
+    mp = running(learn)
+    if mp is None: return
+    loaded = vars(learn).pop('_loaded', None)
+    if loaded is None: return
     mp.resumed = _of_this_rank(loaded['random'])
     if learn._grab_cbs(LRFinder): return # `lr_find` restores the weights, and keeps the scale and promotions it found
     mp.plan = None
@@ -94,7 +99,7 @@ def _with_more(f, loads):
         try: return f(self, *args, **kwargs)
         finally:
             self.opt = opt
-            if loads and (mp := running(self)): mp.forget_step() # it belongs to the weights before
+            if loads and (mp := running(self)): mp.step = None # an unfinished one belongs to the weights before
     return g
 
 @functools.cache
@@ -103,6 +108,8 @@ def save_more(
 ):
     "Replace the methods of `cls` and its base classes that save or load"
     for c in cls.__mro__:
-        for name in {'save','load'} & vars(c).keys(): setattr(c, name, _with_more(fastais_own(c, name), name=='load'))
+        for name in {'save','load'} & vars(c).keys():
+            f = _with_more(fastais_own(c, name), loads=name=='load')
+            setattr(c, name, f)
 
 save_more(Learner)

@@ -66,11 +66,12 @@ class Checkup(list):
     def sentence(self) -> str:
         "How many findings of each kind"
         if not self: return 'No findings: half precision should work well.'
-        def several(word, n): return f"{n} {word}{'s' if n>1 else ''}"
+        def counted(kind, n):
+            has_plural = kind not in ('speed','info')
+            return f'{n} {kind}s' if has_plural and n>1 else f'{n} {kind}'
         kinds = Counter(o.severity for o in self)
-        def counted(kind, n): return f'{n} {kind}' if kind in ('speed','info') else several(kind, n)
-        words = ', '.join(f'{counted(k, n)} ({_severities[k]})' for k,n in kinds.items())
-        return f"{several('finding', len(self))}: {words}."
+        words = [f'{counted(k, n)} ({_severities[k]})' for k,n in kinds.items()]
+        return f"{counted('finding', len(self))}: {', '.join(words)}."
 
     def __str__(self):
         res = [self.sentence]
@@ -84,13 +85,15 @@ class Checkup(list):
     def _repr_html_(self):
         res = f'<p><b>{escape(self.sentence)}</b></p>'
         if not self: return res
-        df = pd.DataFrame([(o.severity, o.where, o.module, o.fact, o.remedy) for o in self],
-                          columns=['how bad','where','module','what','what to do'])
-        room = self.report.table if self.report else pd.DataFrame()
-        df = df.merge(room.reindex(columns=['module','bits','lost']), 'left', 'module') # of a module, and what it loses
-        left = {'text-align': 'left', 'white-space': 'pre-wrap'}
+        rows = [(o.severity, o.where, o.module, o.fact, o.remedy) for o in self]
+        df = pd.DataFrame(rows, columns=['how bad','where','module','what','what to do'])
+        table = self.report.table if self.report else pd.DataFrame()
+        room = table.reindex(columns=['module','bits','lost'])
+        df = df.merge(room, 'left', 'module')
         df = df[['how bad','where','bits','lost','what','what to do']]
-        return res+styler(df, str(self)).set_properties(['what','what to do'], **left).to_html()
+        text = {'text-align': 'left', 'white-space': 'pre-wrap'}
+        style = styler(df, str(self)).set_properties(['what','what to do'], **text)
+        return res+style.to_html()
 
 # %% ../nbs/04_doctor.ipynb #6e3ca6ee
 def _refuse_swap(model, old, new):
@@ -116,12 +119,15 @@ def _outermost(model, old):
     inside = ()
     for name,m in [*model.named_modules(remove_duplicate=False)]:
         if name.startswith(inside): continue
-        if isinstance(m, (old,nn.MultiheadAttention)): inside += (f'{name}.' if name else '',)
+        prefix = f'{name}.' if name else ''
+        if isinstance(m, (old,nn.MultiheadAttention)): inside += prefix,
         if isinstance(m, old): yield name,m
 
 def _instead_of(m, new, model):
-    device = first(t.device for o in (m,model) for t in (*o.parameters(), *o.buffers()))
-    return (new() if isinstance(new, type) else new(m)).to(device=device).train(m.training)
+    ts = (t for o in (m,model) for t in (*o.parameters(), *o.buffers()))
+    device = first(t.device for t in ts)
+    res = new() if isinstance(new, type) else new(m)
+    return res.to(device=device).train(m.training)
 
 def swap_module(
     model:nn.Module, # Changed in place
@@ -178,9 +184,11 @@ def _tops(case, limit):
             if top>tops[f.name].number: tops[f.name] = _Top(top, f.op)
     return tops
 
-def _own_code(model, name):
-    "What keeps the own code of a module in fp32, without the modules inside"
-    return f'{name}.' if any(model.get_submodule(name).children()) else name
+def _keeps_own_code(case, names):
+    "The call that keeps the own code of modules in fp32, without the modules inside"
+    def has_children(name): return any(case.model.get_submodule(name).children())
+    own = [f'{n}.' if has_children(n) else n for n in names]
+    return keep_code(names_of(case.model, [*case.keep, *own]), case.dtype)
 
 def _near(case, report):
     "Modules with less than one bit of room"
@@ -191,11 +199,11 @@ def _near(case, report):
     name,*others = sorted(tops, key=lambda n: -tops[n].number)
     top,op = tops[name]
     what = f'`{op}`' if op else 'It'
-    room = f"{math.log2(limit/top):.1f} bits are left up to {limit:g}, where {case.kind} ends"
+    bits = math.log2(limit/top)
+    room = f"{bits:.1f} bits are left up to {limit:g}, where {case.kind} ends"
     if top>limit: room,op = f"infinity in {case.kind}, which does no harm in this batch, as in a mask",'masked_fill'
     fact = f"{what} computes with numbers up to {top:.3g}: {room}."
-    own = [_own_code(case.model, n) for n in tops]
-    remedy = keep_code(names_of(case.model, [*case.keep, *own]), case.dtype)
+    remedy = _keeps_own_code(case, tops)
     yield Finding('warning', name, fact, _with_hint(remedy, code_hint(op)), others)
 
 # %% ../nbs/04_doctor.ipynb #77e61165
@@ -204,10 +212,12 @@ def _is_trained(w): return len(w.flatten()[:1000].unique())>16 # not all ones
 
 def _bf16_weights(case, device):
     if case.dtype!=torch.float16: return
-    ws = [p.detach() for p in case.model.parameters() if p.dim()>1 and p.dtype==torch.float32]
+    def is_weight(p): return p.dim()>1 and p.dtype==torch.float32
+    ws = [p.detach() for p in case.model.parameters() if is_weight(p)]
     ws = [w for w in ws if _is_trained(w)]
+    total = sum(w.numel() for w in ws)
     short = sum(w.numel() for w in ws if _has_bf16_digits(w))
-    if short<=sum(w.numel() for w in ws)/2: return # a new head is trained on a pretrained body
+    if short<=total/2: return # a new head is trained on a pretrained body
     fact = ("The weights have no more digits than bf16 holds. "
             "A model pretrained in bf16 may give numbers that fp16 cannot hold.")
     remedy = 'learn.to_bf16_dynamic()'
@@ -219,11 +229,14 @@ _with_eps16 = 'RMSProp','QHAdam','Larc','Adam','RAdam','Lamb','ranger' # as `RMS
 
 def _optimizer(case):
     learn = case.learn
-    try: opt = learn.opt or learn.opt_func([nn.Parameter(torch.zeros(1))], lr=learn.lr)
+    weight = nn.Parameter(torch.zeros(1))
+    try: opt = learn.opt or learn.opt_func([weight], lr=learn.lr)
     except Exception: return # it needs the parameters of the model, which is fine
-    eps = min((float(h['eps']) for h in opt.hypers if h.get('eps')), default=math.inf)
+    all_eps = [float(h['eps']) for h in opt.hypers if h.get('eps')]
+    eps = min(all_eps, default=math.inf)
     if torch.tensor(eps, dtype=case.dtype)!=0: return
-    name = getattr(getattr(learn.opt_func, 'func', learn.opt_func), '__name__', '')
+    f = getattr(learn.opt_func, 'func', learn.opt_func) # of a `partial`
+    name = getattr(f, '__name__', '')
     new = f'{name}16' if name in _with_eps16 else 'partial(learn.opt_func, eps=1e-4)'
     fact = (f"The optimizer's eps of {eps:g} is 0 in {case.kind}. "
             "Its state is fp32, so nothing is divided by 0, "
@@ -297,8 +310,9 @@ def _in_half(case):
     "The linear layers and convolutions that ran in half precision, by name, in the order in which they ran"
     modules = dict(case.model.named_modules())
     names = dict.fromkeys(f.name for f in case.fp32.frames if f.op is None)
-    layers = {n: modules[n] for n in names if isinstance(modules.get(n), (nn.Linear,*convs))}
-    return {n: m for n,m in layers.items() if m not in case.half.plan.in_fp32}
+    ran = {n: modules[n] for n in names if n in modules}
+    def is_half(m): return isinstance(m, (nn.Linear,*convs)) and m not in case.half.plan.in_fp32
+    return {n: m for n,m in ran.items() if is_half(m)}
 
 def _slow_sizes(layers):
     "The sizes between layers that are not multiples of 8, by the layer's name"
@@ -318,13 +332,15 @@ def _sizes(case, device):
     sizes = list(dict.fromkeys(s for o in by_layer.values() for s in o))
     fact = f"Sizes that are not multiples of 8 ({listed(sizes)}) slow tensor cores down."
     name,*others = by_layer
-    better = ', '.join(f'{8*math.ceil(s/8)} instead of {s}' for s in sizes)
-    yield Finding('speed', name, fact, f'# {better}', others)
+    def better(n): return f'{8*math.ceil(n/8)} instead of {n}'
+    remedy = ', '.join(map(better, sizes))
+    yield Finding('speed', name, fact, f'# {remedy}', others)
 
 def _recurrent(case, device):
     if device.type!='cuda' or case.dtype!=torch.bfloat16 or cudnn_has_bf16(): return
     in_fp32 = case.plan().in_fp32
-    found = [n for n,m in case.model.named_modules() if isinstance(m, nn.RNNBase) and m in in_fp32]
+    def is_slow(m): return isinstance(m, nn.RNNBase) and m in in_fp32
+    found = [n for n,m in case.model.named_modules() if is_slow(m)]
     if not found: return
     fact = "Recurrent layers compute in fp32 here: cuDNN takes bf16 in them from 9.13 on, with PyTorch 2.10 or newer."
     yield Finding('speed', found[0], fact, 'learn.to_fp16_dynamic()  # or update PyTorch', found[1:])

@@ -33,12 +33,15 @@ def mixed_precisions(
 
 def _called(cb):
     mode = getattr(cb, 'amp_mode', None)
-    return type(cb).__name__+(f'({mode.value!r})' if isinstance(mode, AMPMode) else '')
+    argument = f'({mode.value!r})' if isinstance(mode, AMPMode) else ''
+    return type(cb).__name__+argument
 
 def _replaces(new, old):
     "The sentence that says what `new` replaces; empty if all are alike"
-    name,names = _called(new),[*map(_called, old)]
-    return f"{name} replaces {' and '.join(names)}." if {*names}-{name} else ''
+    name = _called(new)
+    names = [*map(_called, old)]
+    if all(o==name for o in names): return ''
+    return f"{name} replaces {' and '.join(names)}."
 
 def _use(learn, mode, kwargs):
     "Let a `DynamicMixedPrecision` replace all mixed precisions of `learn`"
@@ -52,8 +55,12 @@ def _use(learn, mode, kwargs):
 
 def _with_arguments(f):
     "Add a line for each argument to the docstring, for `?` and `help`"
-    args = {k: o for k,o in docments(f, full=True).items() if o.docment and k!='return'}
-    lines = [f"{k}={o.default!r}: {' '.join(o.docment.split())}" for k,o in args.items()]
+    args = docments(f, full=True)
+    args.pop('return')
+    def line(name, arg):
+        says = ' '.join(arg.docment.split())
+        return f'{name}={arg.default!r}: {says}'
+    lines = [line(k, o) for k,o in args.items() if o.docment]
     f.__doc__ = '\n'.join([cleandoc(f.__doc__), '', 'Arguments:', *lines])
     return f
 
@@ -85,26 +92,34 @@ def _kept(mp):
         yield f'`{name}` from the start'
     for name in mp.promoted:
         step = mp.log.kept_since.get(name)
-        yield f"{in_words([name])} since {'a checkpoint' if step is None else f'step {step}'}"
+        when = 'a checkpoint' if step is None else f'step {step}'
+        yield f'{in_words([name])} since {when}'
 
 def _at_a_glance(mp):
     "What `mp` says of itself, by name"
-    log,is_fitting = mp.log,mp.learn and mp.learn._fitting
-    scale = f'{mp.scaler.get_scale():g}' if mp.scaler.is_enabled() else 'none'
-    return {'precision': mp.amp_mode.value, 'loss scale': scale,
-            'steps': len(log.steps), 'batches that ran again': sum(s.reruns>0 for s in log.steps),
-            'skipped steps': log.n_skipped, 'in fp32': ', '.join(_kept(mp)),
-            'last fit': mp.stopped or ('not over yet' if is_fitting else log.ending)}
+    log = mp.log
+    is_fitting = mp.learn and mp.learn._fitting
+    ending = 'not over yet' if is_fitting else log.ending
+    return {
+        'precision': mp.amp_mode.value,
+        'loss scale': f'{mp.scaler.get_scale():g}' if mp.scaler.is_enabled() else 'none',
+        'steps': len(log.steps),
+        'batches that ran again': sum(s.reruns>0 for s in log.steps),
+        'skipped steps': log.n_skipped,
+        'in fp32': ', '.join(_kept(mp)),
+        'last fit': mp.stopped or ending}
 
 @patch
 def __repr__(self:DynamicMixedPrecision):
     rows = [f'{k}: {v}' for k,v in _at_a_glance(self).items()]
-    return f"{type(self).__name__}({'; '.join(rows if self.log.fits else rows[:2])})"
+    if not self.log.fits: rows = rows[:2]
+    return f"{type(self).__name__}({'; '.join(rows)})"
 
 @patch
 def _repr_html_(self:DynamicMixedPrecision):
     left = 'style="text-align:left"'
-    rows = [f'<tr><th {left}>{k}</th><td {left}>{as_html(str(v))}</td></tr>' for k,v in _at_a_glance(self).items()]
+    def row(k, v): return f'<tr><th {left}>{k}</th><td {left}>{as_html(str(v))}</td></tr>'
+    rows = [row(k, v) for k,v in _at_a_glance(self).items()]
     return f"<table>{''.join(rows)}</table>"
 
 @patch
@@ -128,8 +143,10 @@ Learner._fitting = False # is a fit running?
 
 def looking(learn:Learner): # Any learner
     "Does `learn` run a batch only to look at it, without keeping its effects?"
-    if (mp := running(learn)) is None: return False
-    return bool(mp.looks or (mp.step and mp.step.ends))
+    mp = running(learn)
+    if mp is None: return False
+    if mp.looks: return True
+    return bool(mp.step and mp.step.ends)
 
 # %% ../nbs/02_learner.ipynb #2db57a38
 def _working(mixed):
@@ -170,7 +187,9 @@ def _with_stand_ins(learn, f):
     "Run `f` with stand-ins on the modules of the model; at its end torch's state is as before, even after a Ctrl-C"
     is_inside = '_entry' in vars(learn) # a validation in a fit
     if is_inside or not running(learn): return f()
-    entry,before = Entry(),ThreadState(next((p.device.type for p in learn.model.parameters()), 'cpu'))
+    entry = Entry()
+    device_type = next((p.device.type for p in learn.model.parameters()), 'cpu')
+    before = ThreadState(device_type)
     def leave():
         before.put_back()
         entry.leave()
@@ -201,7 +220,7 @@ def _fit(learn, f):
     try: _with_stand_ins(learn, run)
     finally:
         learn._fitting = False
-        if mp := running(learn): mp.forget_step()
+        if mp := running(learn): mp.step = None # its gradients stay
 
 def _batch(learn, f):
     "Run `f`, which processes one batch, as often as necessary"

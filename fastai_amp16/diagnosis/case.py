@@ -29,7 +29,9 @@ def _depth(f): return f.depth
 
 def _givers(s):
     "The calls that gave the tensor `s`, the outermost first"
-    return sorted((f for f,where in s.calls if where=='out'), key=_depth) if s else []
+    if s is None: return []
+    gave = [f for f,where in s.calls if where=='out']
+    return sorted(gave, key=_depth)
 
 def _exceeds_half(run, s):
     "Is the gradient of `s` in fp32 larger than the largest number of half precision?"
@@ -44,7 +46,8 @@ def _derivative(run, s):
     def took_in(f, where):
         if where=='in': return any(o.turn<s.turn for o in f.outs)
         return where=='param'
-    taker = max((f for f,where in s.calls if took_in(f, where)), key=_depth, default=None)
+    takers = [f for f,where in s.calls if took_in(f, where)]
+    taker = max(takers, key=_depth, default=None)
     # the fp32 run does not have our cast of the prediction to fp32, which belongs to no module
     gave = _givers(s.ref) or _givers(s)
     if not gave: return taker
@@ -109,8 +112,9 @@ def _that_raised(case, rec):
     def is_container(f):
         if f.op or f.module is None: return False
         return not has_code(f.module)
+    def last_child(f): return last(o for o in rec.frames if o.parent is f and not o.op)
     f = rec.open
-    while f and is_container(f): f = last(o for o in rec.frames if o.parent is f and not o.op)
+    while f and is_container(f): f = last_child(f)
     return f or rec.open
 
 def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
@@ -218,8 +222,10 @@ class Case:
         if self.min_scale is None or not self.backward: return self.scale
         tops = sorted(top for top in self._gradients().values() if top>0)
         least = 0.
-        if tops: # nine of ten are normal
-            least = 2.**math.ceil(math.log2(torch.finfo(self.dtype).tiny/tops[len(tops)//10]))
+        if tops:
+            small = tops[len(tops)//10] # nine of ten are normal
+            times = torch.finfo(self.dtype).tiny/small
+            least = 2.**math.ceil(math.log2(times))
         return min(self.scale, max(self.min_scale, *self.ranks.gather(least)))
 
     def _gradients(self):
@@ -230,8 +236,10 @@ class Case:
         tops = defaultdict(float)
         for f in self.fp32.module_calls:
             for s in (*f.params,*f.outs):
+                if not s.grad or not is_half(s): continue
                 k = s.place.call.name,s.place.where
-                if s.grad and is_half(s): tops[k] = max(tops[k], s.grad.top/self.scale)
+                top = s.grad.top/self.scale
+                tops[k] = max(tops[k], top)
         return tops
 
     def is_sound(self,

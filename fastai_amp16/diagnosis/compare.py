@@ -58,8 +58,9 @@ def rounded(
 
 def _changes(ts, before):
     "How tensors differ from what they were, each as one sample"
+    def change(t, b): return t-b if b.shape==t.shape else t
     before = before or map(torch.zeros_like, ts)
-    return [(t-b if b.shape==t.shape else t)[None] for t,b in zip(ts, before)]
+    return [change(t, b)[None] for t,b in zip(ts, before)]
 
 def _off_by(run, reference, name, before):
     "How far from fp32's the change of what modules carry by this name is"
@@ -68,7 +69,8 @@ def _off_by(run, reference, name, before):
 
 def _has_become_infinite(ts, reference):
     "Is one of the tensors infinite or NaN where fp32's is finite?"
-    return any((y.isfinite() & ~x.isfinite()).any() for x,y in pairs(ts, reference))
+    def has(x, y): return (y.isfinite() & ~x.isfinite()).any()
+    return any(has(x, y) for x,y in pairs(ts, reference))
 
 def lost(
     run, # In half precision: has `pred` and `left`, as a `Recording`
@@ -94,7 +96,8 @@ def lost(
 def _are_alike(yb):
     "Are all samples to be predicted the same?"
     ts = [t for t in tensors(yb) if t.dim()]
-    return bool(ts) and all(torch.equal(t, t[:1].expand_as(t)) for t in ts)
+    def is_one(t): return torch.equal(t, t[:1].expand_as(t))
+    return bool(ts) and all(map(is_one, ts))
 
 class _Far(NamedTuple):
     "How far predictions are from the reference"
@@ -112,7 +115,8 @@ def _far(learn, pred, reference):
     change = loss_change(learn, pred, reference) if off>_matters else None
     if change is None: return _Far(off)
     # with almost nothing left to learn, rounding is much for a loss
-    scale = max(change.loss, change.gradient*math.hypot(*(spread for _,spread in norms)))
+    spread = math.hypot(*(o for _,o in norms))
+    scale = max(change.loss, change.gradient*spread)
     if not scale: return _Far(off, most=0.)
     return _Far(off, change.slope, change.value/scale, change.most/scale)
 
@@ -129,7 +133,8 @@ def are_wrong(
     if controls:
         rounding = _far(learn, controls[0].pred, reference.pred)
         by_chance = rounding.most if rounding.most<math.inf else 0. # losses may differ in either direction
-        limits = [max(o, _times*u) for o,u in zip(limits, (rounding.off,rounding.slope,by_chance))]
+        explained = rounding.off,rounding.slope,by_chance
+        limits = [max(o, _times*u) for o,u in zip(limits, explained)]
     return any(map(operator.gt, far, limits))
 
 # %% ../../nbs/diagnosis/03_compare.ipynb #8e0c4d51
@@ -142,7 +147,8 @@ def _off(s):
 
 def _is_wrong(frame, s, control):
     "Is the result `s` of a call wrong, though what it took in is nearly right?"
-    if (d := _off(s))<=wrong: return False
+    d = _off(s)
+    if d<=wrong: return False
     expected = [_off(o) for o in frame.ins]
     rounding = control.seen.get(s.place) if control else None
     if rounding and rounding.sample is not None:
@@ -235,8 +241,10 @@ class Comparison:
     def begin_fit(self):
         "Compare the first step"
         self.n = 1 # the present step
-        self.at,self.gap = _first,2*_first # the next step to compare, and the gap after that
-        self.is_due,self.weights = True,None # in the next step? at the last comparison
+        self.at = _first # the next step to compare
+        self.gap = 2*_first # between that one and the one after it
+        self.is_due = True # in the next step?
+        self.weights = None # at the last comparison
 
     def end_step(self, step:Step): # The step that ends
         """Decide at the end of a step whether to compare in the next one
@@ -245,7 +253,9 @@ class Comparison:
         self.n += 1
         fell_below_1 = step.reruns>0 and step.scale<1
         self.is_due = self.n==self.at or fell_below_1
-        if self.n==self.at: self.at,self.gap = self.at+self.gap,min(2*self.gap, _most)
+        if self.n<self.at: return
+        self.at += self.gap
+        self.gap = min(2*self.gap, _most)
 
     def knows(self, state:ModelState): # Of the model
         "Are the weights those of the last comparison?"
@@ -268,11 +278,13 @@ class Comparison:
         if batches.learn.training: self.is_due = False
         beside = _if_memory_allows(lambda: _Beside(batches, call_by))
         fp32 = beside and beside.attempt(None)
-        ran,draws = zip(*step.ranks.gather((fp32 is not None, bool(beside and beside.draws))))
+        mine = fp32 is not None,bool(beside and beside.draws)
+        ran,draws = zip(*step.ranks.gather(mine))
+        if not all(ran): return call()
         half = None # where the batch's own call draws other numbers, half precision runs once more
-        if all(ran) and any(draws): half = beside.attempt(plan)
+        if any(draws): half = beside.attempt(plan)
         res = call() # which raises what an attempt has raised, unless memory was too small for the comparison
-        if all(ran) and (half or not any(draws)):
-            is_silent = _if_memory_allows(lambda: _is_silent(step, plan, beside, half or beside.result(res), fp32))
-            step.silent = bool(is_silent)
+        if not any(draws): half = _if_memory_allows(lambda: beside.result(res))
+        if half is None: return res
+        step.silent = bool(_if_memory_allows(lambda: _is_silent(step, plan, beside, half, fp32)))
         return res

@@ -32,7 +32,8 @@ def pairs(
 def _parts(t, most, dim=1):
     "Parts of `t` of about `most` numbers, each with all samples"
     if t.numel()<=most or dim>=t.dim(): return [t]
-    parts = t.split(max(1, most*t.shape[dim]//t.numel()), dim)
+    n = most*t.shape[dim]//t.numel() # entries of this dimension in a part
+    parts = t.split(max(1, n), dim)
     return [o for part in parts for o in _parts(part, most, dim+1)]
 
 def _in_float64(x, y):
@@ -48,11 +49,13 @@ def _centered(y):
 
 def _squares(x, y, centered):
     "The squared norms of `x-y` and of `y`, centered or not"
-    res,most = 0.,_at_once(x.numel())
+    res = 0.
+    most = _at_once(x.numel())
     for x,y in zip(_parts(x, most), _parts(y, most)): # noqa: B020
         x,y = _in_float64(x, y)
-        both = x-y,_centered(y) if centered else y
-        res = res+torch.stack([*map(torch.linalg.vector_norm, both)]).square()
+        spread = _centered(y) if centered else y
+        norms = torch.stack([*map(torch.linalg.vector_norm, (x-y,spread))])
+        res = res+norms.square()
     return res
 
 def distances(
@@ -68,7 +71,8 @@ def relative(
     norms:list # From `distances`
 ) -> float:
     "The largest norm of a difference, relative to the norm of what is compared with"
-    return max((d/spread if spread else math.inf for d,spread in norms if d), default=0.)
+    def ratio(d, spread): return d/spread if spread else math.inf
+    return max((ratio(d, spread) for d,spread in norms if d), default=0.)
 
 def deviation(
     pred, # Predictions: tensors, or containers of tensors
@@ -84,10 +88,12 @@ def bits_lost(
     dtype:torch.dtype # The half precision
 ) -> float: # 0 for what is only rounded, NaN where nothing is known, or all samples are the same
     "How many of its significant bits `dtype` loses in `t`"
-    d = math.inf if t is None or reference is None else deviation(t, reference)
+    if t is None or reference is None: return math.nan
+    d = deviation(t, reference)
     if d==math.inf: return math.nan
     rounding = torch.finfo(dtype).eps/2
-    return math.log2(min(max(d/rounding, 1.), 1/rounding))
+    times = min(max(d/rounding, 1.), 1/rounding)
+    return math.log2(times)
 
 def _loss(learn, pred, yb):
     "The loss, and each tensor of predictions with its gradient; `None` if the loss function cannot take these"
@@ -113,7 +119,9 @@ def _loss_sums(learn, pred, reference, yb):
     if old is None or new is None: return
     loss,sums = old[0],0.
     for (y,g),(x,h) in zip(old[1], new[1]):
-        d,g,h = (o.double() for o in (torch.where(x.isfinite() & y.isfinite(), x-y, 0),g,h))
+        both = x.isfinite() & y.isfinite()
+        d = torch.where(both, x-y, 0).double()
+        g,h = g.double(),h.double()
         terms = (h-g)*d,g*g,d*d,(g*d).abs()
         sums = sums+torch.stack([o.sum().to(loss.device) for o in terms])
     return torch.cat([torch.stack([new[0]-loss, loss]).double(), sums])
@@ -125,7 +133,9 @@ def _n_parts(pred, yb):
     n_samples = {len(t) if t.dim() else 0 for t in all_tensors((pred,yb))}
     return max(1, min(n, *n_samples)) if len(n_samples)==1 else 1
 
-def _part(o, i, n): return o if n==1 else replace(o, lambda t: t.tensor_split(n)[i])
+def _part(o, i, n):
+    if n==1: return o
+    return replace(o, lambda t: t.tensor_split(n)[i])
 
 class LossChange(NamedTuple):
     "What a loss makes of the difference between predictions and a reference"
@@ -149,4 +159,9 @@ def loss_change(
     else: return
     change,loss,dot,gradient,difference,most = sum(sums).tolist()
     size = math.sqrt(gradient*difference)
-    return LossChange(abs(dot)/size if size else 0., abs(change), most, abs(loss), math.sqrt(gradient))
+    return LossChange(
+        slope=abs(dot)/size if size else 0.,
+        value=abs(change),
+        most=most,
+        loss=abs(loss),
+        gradient=math.sqrt(gradient))

@@ -67,12 +67,16 @@ def _failure(e, is_fp32s, half_raised):
 
 def _merged(reports):
     "The reports of all ranks (`None` for nothing to report), one for each fault; all ranks agree on what stays in fp32"
-    def fault(o): return o[1].verdict,o[1].producer,o[1].op,*o[1].samples
+    def fault(o):
+        _,r = o
+        return r.verdict,r.producer,r.op,*r.samples
     res = []
-    for found in groupby([o for o in enumerate(reports) if o[1]], fault).values():
+    by_rank = [o for o in enumerate(reports) if o[1]]
+    for found in groupby(by_rank, fault).values():
         ranks,(report,*_) = zip(*found)
         if len(ranks)<len(reports):
-            report.sentence = f"On rank{'s' if len(ranks)>1 else ''} {', '.join(map(str, ranks))}: {report.sentence}"
+            word = 'ranks' if len(ranks)>1 else 'rank'
+            report.sentence = f"On {word} {', '.join(map(str, ranks))}: {report.sentence}"
         res.append(report)
     return res
 
@@ -101,14 +105,17 @@ def diagnose_step(
     "Find out what is the matter with the batches of a step; all ranks call this, and get the same"
     silent = case.ranks.some(case.silent)
     raised = error and f'{type(error).__name__}: {error}'
-    reports,failed,why,raised = zip(*case.ranks.gather((*_of_this_rank(case, error), raised)))
+    mine = *_of_this_rank(case, error),raised
+    reports,failed,why,raised = zip(*case.ranks.gather(mine))
     raised = [f'Rank {i} raised {o}' for i,o in enumerate(raised) if o]
     if raised and error is None: error = RuntimeError(raised[0])
     named = _merged([r if _names_a_fault(case, r) else None for r in reports])
     verdict = _verdict(reports, failed, named)
     if raised and named and not _raises_again(case): verdict,named = Verdict.fine,[]
-    if verdict is Verdict.fine and not silent and not case.ranks.some(case.fp32.infinite): verdict = Verdict.gone
-    return Diagnosis(verdict, named, list(dict.fromkeys(filter(None, why))), error, silent)
+    if verdict is Verdict.fine and not silent: # is there an infinity in fp32 as well?
+        if not case.ranks.some(case.fp32.infinite): verdict = Verdict.gone
+    failures = list(dict.fromkeys(filter(None, why)))
+    return Diagnosis(verdict, named, failures, error, silent)
 
 # %% ../../nbs/diagnosis/11_healing.ipynb #367dc7de
 _then = dict( # what follows a verdict with `on_spiral='heal'`, and without
@@ -156,10 +163,19 @@ def case_of(
     "A `Case` of the batches of the current step"
     s = mp.scaler
     step = mp.step
-    lowest,start = (s.min_scale,s.start) if s.is_enabled() and s.dynamic else (None,None)
-    lrs = [s.lr for s in mp.log.last_fit if not s.skipped]
-    return Case(step, mp.keeps(mp.learn.model), mp.dtype, s.get_scale(), lowest, start, mp.training, step.silent,
-                last(lrs), tell)
+    moves = s.is_enabled() and s.dynamic
+    taken = [o for o in mp.log.last_fit if not o.skipped]
+    return Case(
+        step,
+        mp.keeps(mp.learn.model),
+        mp.dtype,
+        scale=s.get_scale(),
+        min_scale=s.min_scale if moves else None,
+        start=s.start if moves else None,
+        backward=mp.training,
+        silent=step.silent,
+        lr=taken[-1].lr if taken else None,
+        tell=tell)
 
 def heal(
     mp # A `DynamicMixedPrecision` with a step that half precision cannot hold
@@ -168,13 +184,13 @@ def heal(
     step = mp.step
     step.diagnoses += 1
     d = diagnose_step(case_of(mp, showing(mp.learn)), step.error)
-    what,step.unusable = after(d.verdict, mp.on_spiral, d.silent, d.error is not None, step.diagnoses>1, mp.training)
+    what,step.unusable = after(d.verdict, mp.on_spiral, d.silent, raised=d.error is not None,
+                               again=step.diagnoses>1, training=mp.training)
     step.failed = bool(d.failures)
     named = [r for r in d.reports if r.verdict!='scale'] # a lower scale is part of the history
     mp.reports += named
     heals = d.verdict is Verdict.healed and mp.on_spiral=='heal'
-    helped = heals or d.verdict is Verdict.scale
-    if helped or not d.silent: mp.log.add_diagnosis(helped) # a step that is only wrong is taken anyway
+    _count(mp, d, heals)
     if heals: _promote(mp, d)
     if d.verdict is Verdict.fine and what is not None: # fp32 has this infinity, too
         step.batches.model_state.watches = False
@@ -184,6 +200,10 @@ def heal(
         try: raise d.error
         finally: del d # or this frame and the exception would keep each other alive
     return what,d.scale or mp.scaler.get_scale()
+
+def _count(mp, d, heals):
+    helped = heals or d.verdict is Verdict.scale
+    if helped or not d.silent: mp.log.add_diagnosis(helped) # a step that is only wrong is taken anyway
 
 def _promote(mp, d):
     "Keep in fp32 from now on what the diagnosis `d` says"
@@ -202,8 +222,9 @@ def _promote(mp, d):
 
 def _tell(mp, d, named, what):
     "Warn of what was found and done, or raise `FloatingPointError` with `on_spiral='raise'`"
-    if d.verdict is Verdict.gone and what is Next.again: mp.say_once(not_reproducible.format(mp.amp_mode.value))
-    for o in d.failures: mp.say_once(failed_diagnosis(mp.amp_mode.value, o, what is Next.fp32))
+    kind = mp.amp_mode.value
+    if d.verdict is Verdict.gone and what is Next.again: mp.say_once(not_reproducible.format(kind))
+    for o in d.failures: mp.say_once(failed_diagnosis(kind, o, what is Next.fp32))
     if named and mp.on_spiral=='raise':
         raise FloatingPointError('\n\n'.join(map(str, named))) from mp.step.error
     for r in named:

@@ -85,7 +85,8 @@ def sample(
     if not is_plain(t): return None
     with no_torch_function(), torch.no_grad():
         t = t.detach()
-        rows = t[:_rows].flatten(1) if t.dim()>1 else t.reshape(-1, 1)[:_rows*_per_row]
+        if t.dim()>1: rows = t[:_rows].flatten(1)
+        else: rows = t.reshape(-1, 1)[:_rows*_per_row]
         step = rows.shape[1]//_per_row | 1 # odd, so that it does not always meet the same pixel of a picture
         return rows[:,::step].clone()
 

@@ -4,18 +4,20 @@
 
 # %% auto #0
 __all__ = ['bare_step', 'not_reproducible', 'static_overflow', 'written_gradients', 'cannot_rerun', 'PrecisionWarning',
-           'warn_user', 'check_keywords', 'refuse_second_precision', 'warn_of_slow_half', 'showing', 'failed_diagnosis',
-           'stop_early']
+           'warn_user', 'check_keywords', 'check_arguments', 'refuse_second_precision', 'warn_of_slow_half', 'showing',
+           'failed_diagnosis', 'stop_early']
 
 # %% ../../nbs/diagnosis/10_messages.ipynb #ea8ccf59
 import itertools,sys
 from difflib import get_close_matches
 from inspect import signature
 from fastai.basics import *
+from fastai.callback.fp16 import AMPMode
 from fastai.callback.tracker import SaveModelCallback
+from ..precision.names import as_list
 from ..precision.plan import PrecisionPlan,convs
 from ..precision.recurrent import emulates_bf16
-from ..train.scaler import DynamicScaler
+from ..train.scaler import DynamicScaler,require
 
 # %% ../../nbs/diagnosis/10_messages.ipynb #c6b91904
 class PrecisionWarning(UserWarning):
@@ -66,8 +68,24 @@ def check_keywords(
 ):
     "Raise `TypeError` for keywords that `f` does not take, and say what to write instead"
     names = [o for o in signature(f).parameters if o!='self']
-    advice = '; '.join(f'{o!r}: {_advice(o, names)}' for o in kwargs if o not in names)
-    if advice: raise TypeError(f"{f.__name__}() got an unexpected keyword argument {advice}.")
+    unknown = [o for o in kwargs if o not in names]
+    if not unknown: return
+    advice = '; '.join(f'{o!r}: {_advice(o, names)}' for o in unknown)
+    raise TypeError(f"{f.__name__}() got an unexpected keyword argument {advice}.")
+
+def check_arguments(
+    who:str, # Name of the class that takes the arguments
+    amp_mode,keep_fp32,on_spiral,patience,rerun # As in `DynamicMixedPrecision`
+):
+    "Raise `ValueError` for an invalid argument of `DynamicMixedPrecision`"
+    def check(ok, name, value, allowed): require(ok, who, name, value, allowed)
+    modes = [o.value for o in AMPMode]
+    check(amp_mode in (*modes,*AMPMode), 'amp_mode', amp_mode, ' or '.join(map(repr, modes)))
+    check(on_spiral in ('heal','warn','raise'), 'on_spiral', on_spiral, "'heal', 'warn' or 'raise'")
+    check(isinstance(patience, int) and patience>0, 'patience', patience, 'a whole number above 0')
+    check(isinstance(rerun, bool), 'rerun', rerun, 'True or False')
+    check('' not in as_list(keep_fp32), 'keep_fp32', keep_fp32,
+          'less than the whole model, which learn.to_fp32() keeps in fp32')
 
 # %% ../../nbs/diagnosis/10_messages.ipynb #62188942
 def refuse_second_precision(
@@ -151,8 +169,10 @@ def _why_stopped(mp, n):
     done = len(mp.log.last_fit)
     batch = learn.epoch*learn.n_iter+learn.iter+1
     of = learn.n_epoch*learn.n_iter
-    at = f"step {done} of {of}" if done==batch else f"step {done} (batch {batch} of {of})"
-    last,these = (f"last {n} batches",'these batches') if n>1 else ("last batch",'this batch')
+    at = f'step {done} of {of}'
+    if done!=batch: at = f'step {done} (batch {batch} of {of})'
+    last,these = 'last batch','this batch'
+    if n>1: last,these = f'last {n} batches','these batches'
     return (f"Training stopped at {at}: {_cause_of_stop(mp, last)} The weights are those after step {done-n}, "
             f"before {these}. To stop later, pass a larger `patience`.")
 

@@ -244,10 +244,11 @@ class Recording(TorchFunctionMode):
         self.left = sampled(carried)
         seen = [(s,k) for s in {*self.seen.values()} for k in ('value','grad')]
         noted = [(s,k) for s,k in seen if getattr(s, k) is not None]
+        seen = [getattr(s, k) for s,k in noted]
         others = tensors([results, self.total]),[t for _,t in carried],tensors(self.pred)
-        measures = [[getattr(s, k) for s,k in noted], *([measure(t) for t in ts] for ts in others)]
-        measures,*others = read(*measures)
-        for (s,k),m in zip(noted, measures): setattr(s, k, m)
+        others = [list(map(measure, ts)) for ts in others]
+        seen,*others = read(seen, *others)
+        for (s,k),m in zip(noted, seen): setattr(s, k, m)
         self._judge(*others, [name for name,_ in carried])
 
     def _judge(self, ends, carried, preds, names):
@@ -265,7 +266,8 @@ class Recording(TorchFunctionMode):
     # calls of modules, of the loss function and of operations
     def _enter(self, name, ins, module=None, op=None):
         "Begin a call; return its inputs, perhaps mended"
-        f = Frame(Call(name, op, self.calls[name,op]), last(self.stack), module)
+        call = Call(name, op, self.calls[name,op])
+        f = Frame(call, last(self.stack), module)
         self.calls[name,op] += 1
         self.frames.append(f)
         self.stack.append(f)

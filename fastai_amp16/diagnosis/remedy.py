@@ -53,7 +53,8 @@ def ddmin(
         groups = todo.pop(0)
         if len(groups)==1: groups = [[o] for o in groups[0]]
         if len(groups)==1: continue
-        halves = groups[len(groups)//2:],groups[:len(groups)//2]
+        middle = len(groups)//2
+        halves = groups[middle:],groups[:middle]
         for half in halves:
             budget -= 1
             out = {o for group in half for o in group}
@@ -87,7 +88,8 @@ class _Search:
         pairs = [(f.parent.name,f.name) for f in calls if f.parent]
         self.names = self.joined(f.name for f in calls)
         self.callers = self.joined(caller for caller,name in pairs if caller!=name)
-        self.alike = groupby((*self.names, *(n+'.' for n in self.names)), partial(likeness, case))
+        kept = *self.names,*(f'{n}.' for n in self.names)
+        self.alike = groupby(kept, partial(likeness, case))
 
     def joined(self, names):
         "The `names` that any rank has, in the order of the ranks: with the same names, all ranks decide alike"
@@ -123,7 +125,9 @@ class _Search:
         self.add_found(phase, found, half, with_alike)
         # an infinity inside a module's own code may do harm later
         if len(self.kept)==n: self.add_found('forward', faults(half), half, with_alike)
-        if len(self.kept)==n: self.add_all(Reason(phase, found[0][1] if found else None, half))
+        if len(self.kept)==n:
+            frame = found[0][1] if found else None
+            self.add_all(Reason(phase, frame, half))
         return len(self.kept)>n
 
     def add_found(self, phase, found, half, with_alike):
@@ -139,11 +143,13 @@ class _Search:
             self.keep([new], why)
         if not with_alike: return
         for o in [o for o in self.kept if o not in before]:
-            self.keep(self.alike.get(likeness(self.case, o), ()), replace(self.kept[o], alike=True))
+            alike = self.alike.get(likeness(self.case, o), ())
+            self.keep(alike, replace(self.kept[o], alike=True))
 
     def add_all(self, why):
         "If no module can be named, keep all that ran"
-        self.keep([o for o in map(self.least, self.names) if o] or [''], why)
+        names = [o for o in map(self.least, self.names) if o]
+        self.keep(names or [''], why)
 
     def run(self):
         "Search; return whether anything helps"

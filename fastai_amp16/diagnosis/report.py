@@ -63,7 +63,9 @@ def plot(self:PrecisionReport,
     The producer is red. If there is none, all modules below 0 bits are. Bars end at 24 bits on either side. An empty
     table gives an empty plot."""
     df = self.table.reindex(columns=['module','bits','order']).sort_values('order', ascending=False)
-    if ax is None: _,ax = plt.subplots(figsize=(7, 0.8+0.22*len(df)))
+    if ax is None:
+        height = 0.8+0.22*len(df)
+        _,ax = plt.subplots(figsize=(7,height))
     is_red = df.bits<0 if self.producer is None else df.module==self.producer
     colors = np.where(is_red, 'tab:red', 'tab:blue')
     ax.barh(range(len(df)), df.bits.clip(-_longest, _longest), color=colors, height=0.7)
@@ -83,13 +85,16 @@ def as_html(
     text:str # May contain code in backticks, calls of `learn`, and arguments of `to_fp16_dynamic`
 ) -> str: # Escaped text, with `<code>` and `<br>` as its only tags
     "Turn a sentence into HTML"
-    return _code.sub(lambda m: f'<code>{m[1] or m[2]}</code>', escape(text, quote=False)).replace('\n', '<br>')
+    escaped = escape(text, quote=False)
+    with_code = _code.sub(lambda m: f'<code>{m[1] or m[2]}</code>', escaped)
+    return with_code.replace('\n', '<br>')
 
 def _remedy(text):
     "The remedy as a sentence; text that does not begin with a capitalized word gets a few words in front"
     is_sentence = re.match('[A-Z][a-z]*[ ,]', text)
     if is_sentence or not text: return text
-    return 'What you can do:'+('\n' if '\n' in text else ' ')+text
+    space = '\n' if '\n' in text else ' '
+    return f'What you can do:{space}{text}'
 
 def _advice(report):
     "What you can do: the remedy, and a change of the code at fault"
@@ -101,7 +106,8 @@ def error_in_words(
     error:Exception # Anything that was raised
 ) -> str: # Such as 'ValueError (no half)'
     "The type of an exception, and the first line of what it says"
-    kind,says = type(error).__name__,str(error).strip().partition('\n')[0].rstrip('.')
+    kind = type(error).__name__
+    says = str(error).strip().partition('\n')[0].rstrip('.')
     return f'{kind} ({says})' if says else kind
 
 # %% ../../nbs/diagnosis/04_report.ipynb #1d7c5be6
@@ -125,8 +131,12 @@ def code_hint(
 
 # %% ../../nbs/diagnosis/04_report.ipynb #dbdcd254
 def _num(x): return f'{x:.3g}'
-def _bits(x): return f'{x:.1g}' if -.05<=x<0 else _num(round(x, 1)) # what is below 0 must look so
-def _share(x): return '–' if x==0 else f'{x:.2%}' if x>=1e-4 else '<0.01%'
+def _bits(x):
+    rounds_to_0 = -.05<=x<0 # but what is below 0 must look so
+    return f'{x:.1g}' if rounds_to_0 else _num(round(x, 1))
+def _share(x):
+    if x==0: return '–'
+    return f'{x:.2%}' if x>=1e-4 else '<0.01%'
 
 _formats = dict( # of columns of numbers
     input=_num, output=_num, inside=_num, gradient=_num, weight_grad=_num,
@@ -173,7 +183,8 @@ def _rows(self:PrecisionReport):
 def _left_out(self:PrecisionReport):
     "How many rows are not shown, as a list of one line or none"
     n = len(self.table)-_most_rows
-    return [f"… and {n} more module{'s' if n>1 else ''}, in `.table`"] if n>0 else []
+    if n<=0: return []
+    return [f"… and {n} more module{'s' if n>1 else ''}, in `.table`"]
 
 # %% ../../nbs/diagnosis/04_report.ipynb #e846e4b2
 @patch

@@ -140,8 +140,9 @@ def _goes_in(frame):
 
 def _first_bad(run):
     "The phase and the call in which the run is not finite first; the call is `None` if none can be named"
+    def takes_bad_in(f): return any(o.is_bad() for o in f.ins)
     bad = [(f,s.value.top) for f,where,s in run.events if where=='out' and s.is_bad()]
-    made = [(f,top) for f,top in bad if not any(o.is_bad() for o in f.ins)]
+    made = [(f,top) for f,top in bad if not takes_bad_in(f)]
     large = [(f,top) for f,top in made if top>_exploded] # a mask of 0 and -inf is harmless, mostly
     if made: return 'forward',first(large or made)[0]
     return first(faults(run)) or ('backward',None)
@@ -166,8 +167,12 @@ def _operation(r):
     is_torchs = type(f.module).__module__.startswith('torch.')
     if is_torchs and not f.in_loss: return f.parent if f.op else f
     if f.op: return f
-    here = [o for phase,o in faults(r.half) if phase==r.phase and o.name==f.name]
-    return first(o for o in here if o.op) or f
+    in_phase = [o for phase,o in faults(r.half) if phase==r.phase]
+    return first(o for o in in_phase if o.op and o.name==f.name) or f
+
+def _same_call(run, frame):
+    "The same call in another run; if it was not made there, one without tensors"
+    return first(o for o in run.frames if o.call==frame.call) or Frame(frame.call)
 
 def _how_far_off(case, plain):
     "What is wrong, and by how much: what goes to the next batch (its names), predictions or gradients"
@@ -179,7 +184,8 @@ def _how_far_off(case, plain):
 
 def _fault(case, plain, remedy):
     "The `Fault` that `remedy` is for"
-    why = {None: Reason(*(first(case.faults(case.half)) or ('backward',None)), case.half)}
+    phase,frame = first(case.faults(case.half)) or ('backward',None)
+    why = {None: Reason(phase, frame, case.half)}
     if remedy: why = {o: r for o,r in remedy.why.items() if r.half}
     if not why: return Healthy(elsewhere=True)
     r = first(why.values())
@@ -190,8 +196,8 @@ def _fault(case, plain, remedy):
     if r.frame is None:
         if res.spoilt or res.off: res.phase = 'forward'
         return res
-    res.frame = f = _operation(r)
-    res.in_fp32 = first(o for o in case.fp32.frames if o.call==f.call) or Frame(f.call)
+    res.frame = _operation(r)
+    res.in_fp32 = _same_call(case.fp32, res.frame)
     res.is_inside = any(phase!='backward' for phase,_ in faults(r.half))
     return res
 

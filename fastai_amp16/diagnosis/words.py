@@ -37,9 +37,9 @@ def _healthy(case, v):
 
 def _bad_weights(case, v):
     when = f'after a step at a learning rate of {case.lr:.3g}' if case.lr else 'to begin with'
-    names = listed([f'{name} ({bad} of {n} numbers)' for name,(bad,n) in v.counts.items()])
+    names = [f'{name} ({bad} of {n} numbers)' for name,(bad,n) in v.counts.items()]
     return PrecisionReport('weights',
-        f"Weights or buffers are not finite {when}: {names}.",
+        f"Weights or buffers are not finite {when}: {listed(names)}.",
         "load an earlier checkpoint, or reset them if they are running statistics; no precision can repair them",
         first(v.counts).rpartition('.')[0])
 
@@ -91,9 +91,11 @@ def _largest(measures):
 
 def _in_backward(case, v, what):
     scale = v.half.scale
-    grad = _largest(s.grad for s in (*v.in_fp32.outs,*v.in_fp32.params))/case.scale
+    seen = *v.in_fp32.outs,*v.in_fp32.params
+    grad = _largest(s.grad for s in seen)/case.scale
     is_lowest = case.min_scale is not None and scale<=case.lowest
-    at = f"{'not even ' if scale<case.scale or is_lowest else ''}at the loss scale {scale:g}"
+    at = f'at the loss scale {scale:g}'
+    if scale<case.scale or is_lowest: at = f'not even {at}'
     if grad*scale>torch.finfo(case.dtype).max:
         return f"Gradients of {what} reach {grad:.3g}: {case.kind} cannot hold them, {at}"
     return f"The derivative of {what} is not finite in {case.kind}, {at}; in fp32 it is finite"
@@ -101,7 +103,8 @@ def _in_backward(case, v, what):
 def _in_forward(case, v, what):
     kind = case.kind
     info = torch.finfo(case.dtype)
-    given,taken = [_largest(s.value for s in ss) for ss in (v.in_fp32.outs,v.in_fp32.ins)]
+    given = _largest(s.value for s in v.in_fp32.outs)
+    taken = _largest(s.value for s in v.in_fp32.ins)
     for way,n in (('gives',given),('takes in',taken)):
         if n>info.max:
             return f"{what} {way} numbers up to {n:.3g}, but the largest {kind} number is {info.max:g}"

@@ -50,7 +50,9 @@ class FusedAdam(Optimizer):
     def _next_state(self, p):
         "The state of `p`, with the count of this step"
         state = self.state[p]
-        if 'step' not in state: state.update(step=0, grad_avg=torch.zeros_like(p), sqr_avg=torch.zeros_like(p))
+        if 'step' not in state:
+            averages = {k: torch.zeros_like(p) for k in ('grad_avg','sqr_avg')}
+            state.update(step=0, **averages)
         state['step'] += 1
         return state
 
@@ -78,9 +80,11 @@ class FusedAdam(Optimizer):
                 ts = self._tensors(p, state)
                 if ts[0] is not p: copies.append((p, ts[0]))
                 decay = wd if state.get('do_wd', True) else 0.
-                calls[lr, mom, sqr_mom, eps, decay, state['step'], p.device, p.dtype].append(ts)
+                same = lr,mom,sqr_mom,eps,decay,state['step'],p.device,p.dtype
+                calls[same].append(ts)
         for (*hypers,n,device,_),tensors in calls.items():
-            self._update(tensors, *hypers, torch.full((), n, dtype=torch.float32, device=device))
+            count = torch.full((), n, dtype=torch.float32, device=device)
+            self._update(tensors, *hypers, count)
         for p,updated in copies: p.copy_(updated)
 
     def _update(self, tensors, lr, mom, sqr_mom, eps, wd, n):

@@ -109,7 +109,8 @@ class Entry:
 
     def _places(self, model):
         "Pairs of a module and a method that get a stand-in"
-        modules = [m for m in dict.fromkeys((*unwrapped(model), *model.modules())) if not isinstance(m, _without)]
+        all_modules = dict.fromkeys((*unwrapped(model), *model.modules()))
+        modules = [m for m in all_modules if not isinstance(m, _without)]
         compiled = [m for m in modules if vars(m).get(compiled_call) is not None]
         return [(m,'forward') for m in modules]+[(m,compiled_call) for m in compiled]
 

@@ -53,7 +53,9 @@ def names_of(
 ) -> list: # Without repetitions
     "The entries of `keep_fp32` as names, so that they can be written down"
     res = {} # a dict keeps the order
-    for o in as_list(keep_fp32): res.update(dict.fromkeys([o] if isinstance(o, str) else find_modules(model, o)))
+    for o in as_list(keep_fp32):
+        names = [o] if isinstance(o, str) else find_modules(model, o)
+        res.update(dict.fromkeys(names))
     return [*res]
 
 # %% ../../nbs/precision/02_names.ipynb #82a520ca
@@ -85,7 +87,8 @@ def listed(
     n:int=5 # Name this many, and count the rest
 ) -> str: # Such as 'a, b and 3 more'; empty if `os` is empty
     "List the first `n` of `os` in words"
-    return ', '.join(map(str, os[:n]))+(f' and {len(os)-n} more' if len(os)>n else '')
+    res = ', '.join(map(str, os[:n]))
+    return f'{res} and {len(os)-n} more' if len(os)>n else res
 
 def in_words(
     names:list, # Names as in `keep_fp32`
@@ -93,7 +96,9 @@ def in_words(
 ) -> str:
     "Describe what stays in fp32; a name that ends with a dot stands for the module's own code"
     def module(name): return f'`{name}`' if name else 'the model'
-    def kept(name): return f'the code of {module(name[:-1])}' if name.endswith('.') else module(name)
+    def kept(name):
+        if name.endswith('.'): return f'the code of {module(name[:-1])}'
+        return module(name)
     return listed([*map(kept, names)], n)
 
 def covers(

@@ -32,7 +32,9 @@ def recurrent_dtype(
 ) -> torch.dtype: # `None` to leave it to autocast
     "What recurrent layers compute in"
     # oneDNN has no fp16 kernels for them, and bf16 ones for some CPUs only: others raise
-    if device.type=='cpu': return dtype if (dtype,knows_bf16())==(torch.bfloat16,True) else torch.float32
+    if device.type=='cpu':
+        has_kernels = dtype==torch.bfloat16 and knows_bf16()
+        return dtype if has_kernels else torch.float32
     if dtype!=torch.bfloat16 or device.type!='cuda': return None
     if torch.version.hip or emulates_bf16(device): return None
     return dtype if cudnn_has_bf16() else torch.float32 # torch's own kernels run one step of the sequence at a time
@@ -88,9 +90,11 @@ def layer_by_layer(
     options = has_biases,n,dropout,training,*how = _options(args)
     x,*sizes,hx,weights = args[:-len(options)] # a packed sequence has the sizes of its batches
     states = hx.chunk(n) if isinstance(hx, Tensor) else [*zip(*(h.chunk(n) for h in hx))]
-    per_layer,ends = len(weights)//n,[]
+    per_layer = len(weights)//n
+    ends = []
     for i,state in enumerate(states):
         if i: x = F.dropout(x, dropout)
-        x,*end = func(x, *sizes, state, weights[i*per_layer:(i+1)*per_layer], has_biases, 1, 0., training, *how)
+        its_weights = weights[i*per_layer:(i+1)*per_layer]
+        x,*end = func(x, *sizes, state, its_weights, has_biases, 1, 0., training, *how)
         ends.append(end)
     return x,*map(torch.cat, zip(*ends))

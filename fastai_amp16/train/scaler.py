@@ -90,7 +90,8 @@ class DynamicScaler(GradScaler):
         if overflow:
             self._init_growth_tracker = 0
             self._tolerance -= 1
-            return self._init_scale if self._tolerance>0 else c_float(self._init_scale*self._backoff_factor).value
+            if self._tolerance>0: return self._init_scale
+            return c_float(self._init_scale*self._backoff_factor).value
         self._init_growth_tracker += 1
         if self._init_growth_tracker<self._growth_interval: return self._init_scale
         self._init_growth_tracker,self._tolerance = 0,self.hysteresis
@@ -105,13 +106,16 @@ class DynamicScaler(GradScaler):
 
         Raises `RuntimeError` if no gradients were checked and you pass neither argument."""
         if not self._enabled: return
-        if new_scale is None: new_scale = self._next_scale(self._found_inf() if found_inf is None else found_inf)
+        if new_scale is None:
+            if found_inf is None: found_inf = self._found_inf()
+            new_scale = self._next_scale(found_inf)
         self._set_scale(float(new_scale))
         self._per_optimizer_states.clear()
 
     def _found_inf(self):
         "What torch's `step` and `unscale_` have found"
-        found = [t for s in self._per_optimizer_states.values() for t in s['found_inf_per_device'].values()]
+        states = self._per_optimizer_states.values()
+        found = [t for s in states for t in s['found_inf_per_device'].values()]
         if not found:
             raise RuntimeError("DynamicScaler.update() does not know whether gradients overflowed: "
                                "call step() or unscale_() on an optimizer with gradients first, or pass found_inf.")

@@ -26,8 +26,10 @@ _few = 128 # entries of a container that is looked into for modules and tensors
 
 def _with_entries(o):
     "`o`, and its entries if it is a small container"
-    if not isinstance(o, (list,tuple,deque,dict)) or len(o)>_few: return [o]
-    return [o, *(dict.values(o) if isinstance(o, dict) else o)] # a subclass may override `values`
+    if not isinstance(o, (list,tuple,deque,dict)): return [o]
+    if len(o)>_few: return [o]
+    entries = dict.values(o) if isinstance(o, dict) else o # a subclass may override `values`
+    return [o,*entries]
 
 def _modules_held_by(o, name):
     "Iterate over the modules in the attributes of an object, with names"
@@ -40,7 +42,9 @@ def _modules_held_by(o, name):
 def _walk(o, name=''):
     "Iterate over the modules, and other objects with attributes, in a model or what trains it, with names"
     if isinstance(o, nn.Module):
-        for n,m in o.named_modules(): yield f'{name}.{n}'.strip('.'),m
+        for n,m in o.named_modules():
+            dotted = f'{name}.{n}'.strip('.')
+            yield dotted,m
     elif inspect.ismethod(o): yield from _walk(o.__self__, name)
     elif isinstance(o, partial):
         for v in (o.func, *o.args, *o.keywords.values()): yield from _walk(v, name)
@@ -66,7 +70,8 @@ class Owners:
     def compared(self) -> list: # As `named`
         "Those whose state can be compared with fp32's, and go on in fp32: no norms, and no half parts"
         halfs = {id(o) for m in self.modules if is_half(m) for o in m.modules()}
-        return [(n,o) for n,o in self.named if not (_has_statistics(o) or id(o) in halfs)]
+        def is_left_out(o): return _has_statistics(o) or id(o) in halfs
+        return [(n,o) for n,o in self.named if not is_left_out(o)]
 
 def find_owners(
     model:nn.Module, # The user's own model, without wrappers
@@ -101,8 +106,10 @@ def _is_for_hooks(name): return re.search('ward_(pre_)?hooks', name) # on forwar
 def _floats_in(o):
     "A number, or the floating point tensors in `o` and in containers directly in it, as tensors"
     if isinstance(o, float): return [torch.tensor(o)]
-    found = {id(t): t for v in _with_entries(o) for t in _with_entries(v) if isinstance(t, Tensor)}
-    return [t for t in tensors(list(found.values())) if t.dtype.itemsize>1 and not (t.is_meta or t.is_nested)]
+    inside = [t for v in _with_entries(o) for t in _with_entries(v)]
+    found = {id(t): t for t in inside if isinstance(t, Tensor)} # each once
+    def has_floats(t): return t.dtype.itemsize>1 and not (t.is_meta or t.is_nested)
+    return list(filter(has_floats, tensors(list(found.values()))))
 
 class ModelState:
     "What the model and the loss function carry from batch to batch: statistics, buffers, hidden states, counters"
@@ -155,8 +162,9 @@ class ModelState:
         "A value that changes with writes to weights; torch does not count those to `.data`, so it has a few numbers"
         at = [p.data_ptr() for p in self.some]
         if at!=self.at:
-            few = [p.detach().as_strided((min(_few, p.numel()),), (1,)) for p in self.some] # in any memory format
-            self.at,self.few = at,list(groupby(few, operator.attrgetter('device')).values())
+            def first_few(p): return p.detach().as_strided((min(_few, p.numel()),), (1,)) # in any memory format
+            by_device = groupby(map(first_few, self.some), operator.attrgetter('device'))
+            self.at,self.few = at,list(by_device.values())
         numbers = [torch.cat(ts).view(torch.uint8) for ts in self.few] # as NaN is not equal to itself
         return sum(map(version, self.not_written)),numbers
 
@@ -164,11 +172,14 @@ class ModelState:
         "Iterate over the attributes that hold floating point numbers, as a name, a dict, a key and tensors"
         for n,d in self.named:
             for k,v in d.items():
-                if k not in _torchs: yield f'{n}.{k}'.lstrip('.'),d,k,_floats_in(v)
+                if k in _torchs: continue
+                name = f'{n}.{k}'.lstrip('.')
+                yield name,d,k,_floats_in(v)
 
     def carried(self) -> list: # Pairs of a dotted name and a tensor
         "What modules other than torch's norms carry from batch to batch, as tensors, without parameters"
-        return [(name,t) for name,*_,ts in self._all_held() for t in ts if not isinstance(t, nn.Parameter)]
+        held = [(name,t) for name,*_,ts in self._all_held() for t in ts]
+        return [(name,t) for name,t in held if not isinstance(t, nn.Parameter)]
 
     def to_fp32(self,
         plan=None # A `PrecisionPlan`: only those of modules that it keeps in fp32
@@ -178,7 +189,8 @@ class ModelState:
         dicts = {id(d) for m in kept for d in _attributes(m)}
         for _,d,k,ts in list(self._all_held()):
             if plan and id(d) not in dicts: continue
-            if any(t.dtype in half_types for t in ts): d[k] = cast_floats(d[k])
+            is_half = any(t.dtype in half_types for t in ts)
+            if is_half: d[k] = cast_floats(d[k])
 
 # %% ../../nbs/train/03_snapshot.ipynb #3d7bd214
 _results = 'pred','loss_grad' # of the previous batch: an attempt makes its own, and these would keep a graph alive
@@ -286,7 +298,8 @@ class AllNoted:
         self.params = modules.params
         self.grads = [(p,p.grad) for p in modules.params]
         dicts = vars(learn), *others, *(d for _,d in modules.named)
-        self.exact = [(d,{k: v for k,v in d.items() if k not in _torchs}) for d in dicts] # also with a graph
+        def attributes(d): return {k: v for k,v in d.items() if k not in _torchs}
+        self.exact = [(d,attributes(d)) for d in dicts] # also with a graph
 
     def put_back(self):
         "Restore it; you may call this more than once"
@@ -323,14 +336,19 @@ def _shuffling(learn):
 def learner_random_states(learn:Learner # The learner, whose batches may be shuffled
                           ) -> dict: # For `set_learner_random_states`
     "The states of all random number generators, as lists and tensors that `torch.load` reads with `weights_only=True`"
-    res,rng = get_random_states(),_shuffling(learn)
+    res = get_random_states()
     kind,keys,*rest = res['numpy_state']
-    return {'all': {**res, 'numpy_state': (kind,keys.tolist(),*rest)}, 'shuffling': rng and rng.getstate()}
+    res['numpy_state'] = kind,keys.tolist(),*rest
+    rng = _shuffling(learn)
+    return {'all': res, 'shuffling': rng and rng.getstate()}
 
 def set_learner_random_states(learn:Learner, # The learner, whose batches may be shuffled
                               states:dict): # From `learner_random_states`, perhaps of a machine with more GPUs or fewer
     "Restore the states of all random number generators, including the one that shuffles batches"
-    res,rng = states['all'],_shuffling(learn)
-    cuda = [o.cpu() for o in res['torch_cuda_state']][:torch.cuda.device_count()]
-    set_random_states(**{**res, 'torch_state':res['torch_state'].cpu(), 'torch_cuda_state':cuda})
+    res = dict(states['all'])
+    cuda = [o.cpu() for o in res['torch_cuda_state']]
+    res['torch_cuda_state'] = cuda[:torch.cuda.device_count()]
+    res['torch_state'] = res['torch_state'].cpu()
+    set_random_states(**res)
+    rng = _shuffling(learn)
     if rng and states['shuffling']: rng.setstate(states['shuffling'])

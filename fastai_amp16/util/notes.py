@@ -62,7 +62,8 @@ class _SmallTensors:
         numbers = torch.cat(self.flat)
         def put_back():
             parts = numbers.split([len(t) for t in self.flat])
-            for t,part,shape in zip(self.ts, parts, self.shapes): write(t, part.view(shape))
+            for t,part,shape in zip(self.ts, parts, self.shapes):
+                write(t, part.view(shape))
         return put_back
 
 class Copy:
@@ -243,7 +244,8 @@ class Notes:
         if items is not o.items: self.back.append(partial(setattr, o, 'items', items))
 
     def _array(self, o):
-        if o.flags.writeable and o.size<=_large: self.back.append(partial(np.copyto, o, o.copy()))
+        if not o.flags.writeable or o.size>_large: return
+        self.back.append(partial(np.copyto, o, o.copy()))
 
     def _generator(self, o):
         if isinstance(o, np.random.Generator):
