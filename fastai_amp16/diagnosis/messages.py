@@ -75,17 +75,18 @@ def check_keywords(
 
 def check_arguments(
     who:str, # Name of the class that takes the arguments
-    amp_mode,keep_fp32,on_spiral,patience,rerun # As in `DynamicMixedPrecision`
+    **kwargs # All arguments of `DynamicMixedPrecision` but those of its scaler
 ):
     "Raise `ValueError` for an invalid argument of `DynamicMixedPrecision`"
-    def check(ok, name, value, allowed): require(ok, who, name, value, allowed)
+    def check(name, is_valid, allowed):
+        value = kwargs[name]
+        require(is_valid(value), who, name, value, allowed)
     modes = [o.value for o in AMPMode]
-    check(amp_mode in (*modes,*AMPMode), 'amp_mode', amp_mode, ' or '.join(map(repr, modes)))
-    check(on_spiral in ('heal','warn','raise'), 'on_spiral', on_spiral, "'heal', 'warn' or 'raise'")
-    check(isinstance(patience, int) and patience>0, 'patience', patience, 'a whole number above 0')
-    check(isinstance(rerun, bool), 'rerun', rerun, 'True or False')
-    check('' not in as_list(keep_fp32), 'keep_fp32', keep_fp32,
-          'less than the whole model, which learn.to_fp32() keeps in fp32')
+    check('amp_mode', lambda o: o in (*modes,*AMPMode), ' or '.join(map(repr, modes)))
+    check('on_spiral', lambda o: o in ('heal','warn','raise'), "'heal', 'warn' or 'raise'")
+    check('patience', lambda o: isinstance(o, int) and o>0, 'a whole number above 0')
+    check('rerun', lambda o: isinstance(o, bool), 'True or False')
+    check('keep_fp32', lambda o: '' not in as_list(o), 'less than the whole model, which learn.to_fp32() keeps in fp32')
 
 # %% ../../nbs/diagnosis/10_messages.ipynb #62188942
 def refuse_second_precision(
