@@ -11,6 +11,7 @@ with warnings.catch_warnings(): # torch's, at the import of fastai: that torch.j
     warnings.simplefilter('ignore', FutureWarning)
     from fastai.basics import *
 from fastai.callback.all import *
+from fastai.callback.fp16 import MixedPrecision
 from .learner import *
 from .optim.clip import GradientNormClip
 from .optim.optimizer import AdamW16
@@ -75,47 +76,85 @@ class RegNetY(nn.Module):
         self.avgpool,self.fc = nn.AdaptiveAvgPool2d(1),nn.Linear(nf, c)
     def forward(self, x): return self.fc(self.avgpool(self.trunk_output(self.stem(x))).flatten(1))
 
+class _FastaisFP16(MixedPrecision):
+    "fastai's own `MixedPrecision` with PyTorch's `GradScaler`, which trains in fp16 on a CPU, too, and has a history"
+    name = 'mixed_precision'
+    def before_fit(self): # fastai's knows 'cuda' only
+        device = self.dls.device.type
+        self.autocast = torch.autocast(device, dtype=torch.float16)
+        self.learn.scaler,self.scales = torch.amp.GradScaler(device),L()
+        self.rows = []
+
+    def after_step(self):
+        self.rows.append((len(self.rows), self.scaler.get_scale(), 0, self.skipped))
+        super().after_step()
+
+    @property
+    def history(self):
+        "As that of `DynamicMixedPrecision`"
+        return pd.DataFrame(self.rows, columns=['step','loss_scale','reruns','skipped'])
+
+class _EndIfHopeless(Callback):
+    "Ends the fit after an epoch that skipped all steps"
+    name,order = 'end_if_hopeless',Recorder.order+1
+    ended = False
+    def after_epoch(self):
+        mp = getattr(self.learn, 'mixed_precision', None)
+        if mp is None or not mp.history.skipped.all(): return
+        self.ended = True
+        raise CancelFitException()
+
 precisions = {
     'fp32':                Learner.to_fp32,
-    'fp16, static scale':  partial(Learner.to_fp16_dynamic, dynamic=False, init_scale=512., on_spiral='warn'),
-    'fp16, dynamic scale': partial(Learner.to_fp16_dynamic, on_spiral='warn'),
+    'fp16, dynamic scale': lambda learn: learn.add_cb(_FastaisFP16()), # as `to_fp16` does
     'to_fp16_dynamic()':   Learner.to_fp16_dynamic,
     'to_bf16_dynamic()':   Learner.to_bf16_dynamic}
 trainings = { # what to compare on which data
-    'digits':     ('fp32', 'fp16, static scale', 'to_fp16_dynamic()', 'to_bf16_dynamic()'),
-    'raw counts': ('fp32', 'fp16, static scale', 'fp16, dynamic scale', 'to_fp16_dynamic()')}
+    'digits':     ('fp32', 'fp16, dynamic scale', 'to_fp16_dynamic()', 'to_bf16_dynamic()'),
+    'raw counts': ('fp32', 'fp16, dynamic scale', 'to_fp16_dynamic()')}
 
 def train(
     data:str, # 'digits' for `small_cnn`, 'raw counts' for `RegNetY`
     precision:str, # A key of `precisions`
-    epochs:int=12, # Epochs of `fit_one_cycle`
+    epochs:int=4, # Epochs of `fit_one_cycle`
     lr:float=1e-2, # Its largest learning rate
     bs:int=64, # Batch size
     seed:int=0 # For validation set, weights and shuffling
-) -> tuple: # The learner, and a dict with accuracy, skipped steps, reruns, last loss scale and seconds
-    "Train on the digits"
+) -> tuple: # The learner, and a dict with accuracy, epochs, skipped steps, reruns, last loss scale and seconds
+    "Train on the digits, for one epoch only if that skips all steps"
     set_seed(seed, reproducible=True)
     counts = data=='raw counts'
-    model,dls = RegNetY() if counts else small_cnn(),digits_dls(bs, seed, counts)
-    learn = Learner(dls, model, opt_func=AdamW16, metrics=accuracy, cbs=GradientNormClip(1.))
+    model = RegNetY() if counts else small_cnn()
+    cbs = GradientNormClip(1.),_EndIfHopeless()
+    learn = Learner(digits_dls(bs, seed, counts), model, opt_func=AdamW16, metrics=accuracy, cbs=cbs)
     precisions[precision](learn)
     start = time.perf_counter()
     with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(epochs, lr)
-    row = {'data': data, 'precision': precision, 'accuracy': learn.recorder.values[-1][-1]}
-    row.update({'skipped': 0, 'reruns': 0, 'loss scale': 1., 'seconds': time.perf_counter()-start})
+    seconds = time.perf_counter()-start
+    return learn,{'data': data, 'precision': precision, **_results(learn), 'seconds': seconds}
+
+def _results(learn):
+    accuracy = learn.recorder.values[-1][-1]
+    res = {'accuracy': accuracy, 'epochs': learn.epoch+1, 'skipped': 0, 'reruns': 0, 'loss scale': 1.}
     mp = getattr(learn, 'mixed_precision', None)
-    if mp: row.update({'skipped': mp.n_skipped, 'reruns': mp.n_rerun, 'loss scale': mp.scaler.get_scale()})
-    return learn,row
+    if mp is None: return res
+    df = mp.history
+    res.update({'skipped': int(df.skipped.sum()), 'reruns': int(df.reruns.sum())})
+    res['loss scale'] = float(df.loss_scale.iloc[-1])
+    return res
 
 def _draw(learn, axes, name, lw):
     "Draw the curves of one training"
-    (loss,scale,norm),color = axes,f'C{list(precisions).index(name)}'
-    loss.plot([o.item() for o in learn.recorder.losses], label=name, color=color, lw=lw)
-    norm.plot(learn.gradient_norm_clip.norms, color=color, lw=lw)
+    loss,scale,norm = axes
+    look = {'color': f'C{list(precisions).index(name)}', 'lw': lw}
+    losses = [o.item() for o in learn.recorder.losses]
+    has_line = any(map(math.isfinite, losses))
+    loss.plot(losses, label=name if has_line else f'{name}: NaN, no line', **look)
+    norm.plot(learn.gradient_norm_clip.norms, **look)
     if not hasattr(learn, 'mixed_precision'): return
     df = learn.mixed_precision.history
-    scale.step(df.step, df.loss_scale, where='post', color=color, lw=lw)
-    scale.plot(df.step[df.skipped], df.loss_scale[df.skipped], 'x', color=color)
+    scale.step(df.step, df.loss_scale, where='post', **look)
+    scale.plot(df.step[df.skipped], df.loss_scale[df.skipped], 'x', **look)
 
 def picture(
     groups:dict # Name of the data to dict of trained `Learner`s, by keys of `precisions`
@@ -130,15 +169,15 @@ def picture(
         norm.axhline(learn.gradient_norm_clip.max_norm, color='grey', ls='--', label='clipped here')
         loss.set(title=title, ylabel='smoothed loss', yscale='log')
         scale.set_yscale('log', base=2)
-        scale.set(ylabel='loss scale (x: skipped)', ylim=(0.5, 2**18))
+        scale.set(ylabel='loss scale (x: skipped)')
         norm.set(ylabel='gradient norm', yscale='log', xlabel='step')
         for ax in (loss,norm): ax.legend(fontsize=8)
     return fig
 
 # %% ../nbs/05_demo.ipynb #0f28fb95
 _columns = { # their formats
-    'data':'<12', 'precision':'<21', 'accuracy':'>8.2%',
-    'skipped':'>9', 'reruns':'>8', 'loss scale':'>12g', 'seconds':'>9.1f'}
+    'data':'<11', 'precision':'<20', 'accuracy':'>8.2%', 'epochs':'>7',
+    'skipped':'>8', 'reruns':'>7', 'loss scale':'>11.5g', 'seconds':'>8.1f'}
 
 def _compare(**kwargs):
     "Run all `trainings`, and print a row for each as soon as it ends: the learners and seconds by data and precision"
@@ -153,6 +192,14 @@ def _compare(**kwargs):
             print(''.join(format(v, _columns[k]) for k,v in row.items()), flush=True)
             groups[data][precision],seconds[data,precision] = learn,row['seconds']
     return groups,seconds
+
+def _hopeless(groups):
+    "The trainings that ended early, in words"
+    for data,learners in groups.items():
+        for name,learn in learners.items():
+            if not learn.end_if_hopeless.ended: continue
+            n = len(learn.mixed_precision.history)
+            yield f"{name} on {data}: all {n} steps of the first epoch were skipped, so the training ended."
 
 def _slow(seconds):
     "Which half precision took much longer than fp32 on the digits, in words"
@@ -181,7 +228,7 @@ def _print_reports(learn, reports):
 
 @call_parse
 def main(
-    epochs:int=12, # Epochs of each training
+    epochs:int=4, # Epochs of each training
     lr:float=1e-2, # Largest learning rate
     bs:int=64, # Batch size
     seed:int=0, # For validation set, weights and shuffling
@@ -191,10 +238,13 @@ def main(
     "Train on handwritten digits in fp32, fp16 and bf16, and on data that overflow in fp16; needs no downloads"
     out = Path(out)
     _check(out, epochs, lr, bs)
-    device,n = default_device(),sum(map(len, trainings.values()))
+    device = default_device()
+    if device.type=='cpu': torch.set_num_threads(1) # several wait for each other where other programs run
+    n = sum(map(len, trainings.values()))
     name = torch.cuda.get_device_name(device) if device.type=='cuda' else device.type
     print(f"{n} trainings of {epochs} epoch{'s'*(epochs>1)} on {name}\n")
     groups,seconds = _compare(epochs=epochs, lr=lr, bs=bs, seed=seed)
+    for says in _hopeless(groups): print('\n'+_wrapped(says))
     _print_reports(groups['raw counts']['to_fp16_dynamic()'], reports)
     slow = _slow(seconds)
     if device.type=='cpu' and slow: print('\n'+textwrap.fill(f'Slow here: {slow}. Compare on a GPU.', 80))
