@@ -13,7 +13,7 @@ from .util.torch_private import ThreadState
 from .precision.entry import Entry
 from .train.snapshot import unchanged
 from .train.ranks import Ranks
-from .train.rerun import not_faults
+from .train.rerun import control_exceptions
 from .diagnosis.report import PrecisionReport
 from .diagnosis.diagnose import diagnose
 from .diagnosis.healing import case_of
@@ -26,7 +26,7 @@ def _wait_until(learn, mp, ddp):
     if mp is None: return "after `to_fp16_dynamic()`, or outside the fit"
     if ddp.static_graph and not mp.log.last_fit: return "after the first step, since static_graph=True"
     if not learn.training or not mp.step or mp.step.done: return
-    has_run_backward = mp.step.backward_at==mp.step.batches.entry.passes
+    has_run_backward = mp.step.passes_at_backward==mp.step.batches.entry.passes
     if not has_run_backward: return "where no backward pass is due, such as in `before_batch` or `after_batch`"
 
 def _refuse_amid(learn):
@@ -53,7 +53,7 @@ def _runs(cb, event):
         try:
             for o in events: cb(o)
             return True
-        except not_faults: raise
+        except control_exceptions: raise
         except Exception: pass
     return False
 
@@ -97,9 +97,9 @@ def _alone(learn):
     is_bf16 = mode in ('bf16',AMPMode.BF16)
     mp = running(learn) or DynamicMixedPrecision('bf16' if is_bf16 else 'fp16')
     learn.remove_cbs(mixed_precisions(learn)).add_cb(mp)
-    mp.looks,mp.plan,mp.step = True,None,None
+    mp.is_diagnosing,mp.plan,mp.step = True,None,None
     try: yield mp
-    finally: mp.looks = False
+    finally: mp.is_diagnosing = False
 
 @contextmanager
 def training_case(

@@ -15,7 +15,7 @@ from .precision.plan import PrecisionPlan,unwrap
 from .train.scaler import DynamicScaler
 from .train.snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
 from .train.ranks import Ranks
-from .train.rerun import Batches,Left,not_faults
+from .train.rerun import Batches,Left,control_exceptions
 from .train.decide import Next,Outcome
 from .train.step import BatchEnd,ScaledBackward,Step,StepScaler
 from .diagnosis.compare import Comparison
@@ -44,9 +44,11 @@ class DynamicMixedPrecision(MixedPrecision):
     name,order = 'mixed_precision',MixedPrecision.order
     _stateattrs = ('plan','ranks','step','states','resumed','left_out','context','infinite_model')
     plan = ranks = step = states = resumed = left_out = context = None
-    randoms,skipped,agreed = (),False,False
+    rank_states = () # the random states of all ranks at the end of the last epoch
+    skipped,agreed = False,False
     infinite_model = None # the model whose predictions are infinite in fp32 as well, until it trains
-    looks,told = False,None # does it serve a report outside a fit? what was said last of other mixed precisions
+    is_diagnosing = False # does it serve a report outside a fit?
+    last_notice = None # what was said last of other mixed precisions
     stopped = None # why the last fit ended early, as a sentence; `None` if it did not, or if other code ended it
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
     __signature__ = None # that of `__init__`, not that of the parent class
@@ -149,7 +151,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def find_states(self):
         "Find everything that a batch may change"
         modules = ModelState(self.plan.model, self.learn.loss_func, self.learn)
-        modules.watches = self.infinite_model is not self.learn.model
+        modules.infinity_is_fault = self.infinite_model is not self.learn.model
         self.states = modules,LearnerState(self.learn, modules.hooks) # callbacks may add and remove hooks in a batch
 
     # A fit
@@ -159,8 +161,8 @@ class DynamicMixedPrecision(MixedPrecision):
         self.plan,self.states,self.agreed = None,None,False
         refuse_second_precision(self.learn)
 
-    def begin_fit(self, goes_on): # True with a `start_epoch`
-        "Check what is to be trained; `goes_on`: does the fit continue an earlier one?"
+    def begin_fit(self, goes_on): # Does the fit continue an earlier one, by a `start_epoch`?
+        "Check what is to be trained, and forget the last fit"
         self.promoted = self.promoted_in(self.learn.model)
         plan,in_opt = self.ready(),{p for pg in self.opt.param_lists for p in pg}
         if in_opt and in_opt.isdisjoint(plan.params):
@@ -193,7 +195,7 @@ class DynamicMixedPrecision(MixedPrecision):
         self.resumed = None
     def after_epoch(self):
         several = self.learn._fitting and self.ranks and self.ranks.size>1
-        if several: self.randoms = self.ranks.gather(learner_random_states(self.learn))
+        if several: self.rank_states = self.ranks.gather(learner_random_states(self.learn))
     def after_fit(self): self.plan = self.states = None # you may change the model before the next fit
 
     # Events of a batch
@@ -206,7 +208,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.step is None or self.step.done:
             self.begin_step(vars(self.learn)['_entry'], False, is_second=self.step is not None)
         step = self.step
-        if step.ends and step.ends(self.loss): raise Left
+        if step.stop_at_loss and step.stop_at_loss(self.loss): raise Left
         step.batches.gradients.scaling.enter_context(ScaledBackward(self))
 
     def after_backward(self):
@@ -215,13 +217,13 @@ class DynamicMixedPrecision(MixedPrecision):
     def before_step(self):
         step = self.step
         what = step.conclude()
-        if what is Next.step: step.decided_at = step.batches.entry.passes
+        if what is Next.step: step.passes_at_decision = step.batches.entry.passes
         elif what is Next.skip: self.skip_step()
 
     def after_step(self): # the optimizer has taken it
         step = self.step
         if step is None or not step.is_due: return
-        self.step_taken()
+        self.record_step()
         # if the model runs once more in this batch; this step cannot run again, as weights have changed
         begin = partial(self.begin_step, step.batches.entry, False, is_second=True)
         step.batches.entry.around_next = lambda call, *_: begin() or call()
@@ -229,7 +231,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def after_cancel_step(self): # half precision may be why another callback has cancelled it
         step = self.step
         if step is None or step.done: return
-        if step.is_due: self.step_taken()
+        if step.is_due: self.record_step()
         elif step.conclude() is Next.skip: step.batches.put_back()
         step.done = True
 
@@ -252,7 +254,7 @@ class DynamicMixedPrecision(MixedPrecision):
             self.skip_step()
         f()
 
-    def step_taken(self):
+    def record_step(self):
         "Note that the step was taken"
         step = self.step
         self.end_step(step.scale, False)
@@ -330,7 +332,7 @@ class DynamicMixedPrecision(MixedPrecision):
             self.begin_batch(entry)
             self.make_attempts(f)
             if training and self.step: end = self.step.batch_end(cancelled=False)
-        except not_faults:
+        except control_exceptions:
             if training and self.step: end = self.step.batch_end(cancelled=True)
             raise
         except BaseException:
@@ -351,7 +353,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def end_validation(self, outer): # The step that batches of training before it wait for
         "Go on with that step"
         self.step = outer
-        if self.learn and not self.states[0].watches: self.infinite_model = self.learn.model
+        if self.learn and not self.states[0].infinity_is_fault: self.infinite_model = self.learn.model
 
     def next_attempt(self):
         "Prepare the next attempt; returns a function that makes it"
@@ -365,7 +367,7 @@ class DynamicMixedPrecision(MixedPrecision):
         "Forget the step of a training batch, unless its gradients wait for the next batch"
         if end is BatchEnd.waits: return self.step.wait()
         if end is BatchEnd.bare:
-            if self.step.outcome is Outcome.fine: self.step_taken() # its gradients were judged after all
+            if self.step.outcome is Outcome.fine: self.record_step() # its gradients were judged after all
             else: self.say_once(bare_step)
         self.step = None
 
@@ -374,7 +376,7 @@ class DynamicMixedPrecision(MixedPrecision):
         "A context in which you can diagnose the current batch, in a fit or outside"
         self.ready(entry)
         self.begin_step(entry, True)
-        self.step.ends = noop # no step
+        self.step.stop_at_loss = noop # no step
         self.step.batches.add()
         try: yield
         finally: self.step = None

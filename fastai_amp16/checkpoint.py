@@ -52,7 +52,7 @@ Learner.export = _export # fastai's own name, which `patch_to` would list as one
 # %% ../nbs/01_checkpoint.ipynb #febe9b86
 def _state(mp):
     "What a checkpoint holds of mixed precision"
-    random = mp.resumed or {**learner_random_states(mp.learn), 'ranks':list(mp.randoms[1:])}
+    random = mp.resumed or {**learner_random_states(mp.learn), 'ranks':list(mp.rank_states[1:])}
     healing = {'promoted':mp.promoted}
     return {'scaler':mp.scaler.state_dict(), 'healing':healing, 'random':random}
 

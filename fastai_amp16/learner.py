@@ -145,8 +145,8 @@ def looking(learn:Learner): # Any learner
     "Does `learn` run a batch only to look at it, without keeping its effects?"
     mp = running(learn)
     if mp is None: return False
-    if mp.looks: return True
-    return bool(mp.step and mp.step.ends)
+    if mp.is_diagnosing: return True
+    return bool(mp.step and mp.step.stop_at_loss)
 
 # %% ../nbs/02_learner.ipynb #2db57a38
 def _working(mixed):
@@ -160,8 +160,8 @@ def _tell(mixed, working):
     "Print once which mixed precisions are off"
     *_,ours = [cb for cb in mixed if isinstance(cb, DynamicMixedPrecision)]
     says = _replaces(working[-1], [cb for cb in mixed if cb not in working])
-    if says and says!=ours.told: print(says)
-    ours.told = says or ours.told
+    if says and says!=ours.last_notice: print(says)
+    ours.last_notice = says or ours.last_notice
 
 @contextmanager
 def _only_last(learn):

@@ -36,7 +36,7 @@ def case(model, x=None, y=None, loss_func=None, scale=2.**16, min_scale=2.**-24,
         learn.pred = learn.model(*learn.xb)
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
         learn.loss = learn.loss_grad.detach().clone()
-        if step.ends(learn.loss): raise Left
+        if step.stop_at_loss(learn.loss): raise Left
         step.batches.gradients.scaled(learn.loss_grad, step.loss_scale).backward()
     step.batches.do_one_batch = one_batch
     return Case(step, keep_fp32, dtype, scale, min_scale)

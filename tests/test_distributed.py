@@ -762,7 +762,7 @@ def test_a_fit_begins_with_what_rank_0_knows(ranks): ranks(_differ_before)
 def _validates_alone(rank):
     learn = learner(mlp).to_fp16_dynamic()
     with learn.distrib_ctx(sync_bn=False), learn.no_bar(), learn.no_logging(): res = learn.validate()
-    assert math.isfinite(res[0]) and not learn.mixed_precision.randoms # nothing that an exception would wait with
+    assert math.isfinite(res[0]) and not learn.mixed_precision.rank_states # nothing that an exception would wait with
 
 def test_a_validation_by_itself(ranks): ranks(_validates_alone)
 

@@ -66,7 +66,7 @@ def test_alone_there_is_one_rank():
     ranks = Ranks(nn.Linear(1,1))
     assert (ranks.ddp,ranks.group,ranks.size,ranks.rank)==(None,None,1,0) and ranks.gather(ranks)==[ranks]
     with ranks.no_sync(): nothing_left()
-    assert ranks.some(1) and not ranks.some([]) and ranks.every('yes') and not ranks.every(None)
+    assert ranks.any(1) and not ranks.any([]) and ranks.all('yes') and not ranks.all(None)
     assert ranks.all_raise()
 
 @pytest.mark.parametrize('wrap', [lambda m: m, nn.DataParallel, torch.compile], ids=['ddp','data parallel','compiled'])
@@ -91,7 +91,7 @@ def test_numbers_and_objects_of_two_ranks(pair): pair(_reads)
 
 def _decides(rank):
     ranks = Ranks(DistributedDataParallel(nn.Linear(2,1)))
-    assert ranks.some(rank) and not ranks.every(rank) and not ranks.some(0) and ranks.every(2.)
+    assert ranks.any(rank) and not ranks.all(rank) and not ranks.any(0) and ranks.all(2.)
 
 def test_a_yes_or_no_is_the_same_on_both_ranks(pair): pair(_decides)
 
@@ -100,7 +100,7 @@ def _fails(rank, which):
     ranks = Ranks(DistributedDataParallel(nn.Linear(2,1)))
     if rank in which: ranks.fail('raises KeyError (now)')
     else:
-        with pytest.raises(RankFailed, match=r'^Rank 1 raises KeyError \(now\)$'): ranks.every(True)
+        with pytest.raises(RankFailed, match=r'^Rank 1 raises KeyError \(now\)$'): ranks.all(True)
     assert ranks.gather(rank)==[0,1]
 
 @pytest.mark.parametrize('which', [[1],[0,1]])

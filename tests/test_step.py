@@ -111,8 +111,8 @@ def test_a_step_of_the_fp32_reference_is_never_taken():
 def test_what_was_mended_may_try_all_scales_again():
     record = Attempts(floor=2.**-14, fp32_first=True)
     drive(record, 2.**16, 2.**-20)
-    record.search_anew()
-    assert drive(record, 2.**16, 2.**9)[1] is Next.step and record.fits
+    record.reset_search()
+    assert drive(record, 2.**16, 2.**9)[1] is Next.step and record.finite_scales
 
 @given(st.data(), st.booleans(), st.booleans(), st.sampled_from([None, 2.**-14, 2.**16]), st.booleans())
 def test_whatever_comes_out_of_the_attempts_the_step_ends(data, proven, fp32_first, floor, static):
@@ -128,7 +128,7 @@ def test_whatever_comes_out_of_the_attempts_the_step_ends(data, proven, fp32_fir
             assert new is not None and (floor or 0)<=new<=2.**16 and not static
         if what is Next.diagnose:
             record.diagnoses += 1
-            if data.draw(st.booleans()): record.search_anew()
+            if data.draw(st.booleans()): record.reset_search()
     assert n<39
     if what is Next.step: assert outcome is fine and not record.in_fp32
     if what is Next.skip and not static: assert outcome is not fine or record.in_fp32
@@ -138,4 +138,4 @@ def test_the_next_scale_is_that_of_the_last_attempt_where_nothing_failed():
 
 def test_gradients_are_at_fault_where_fp32s_are_far_smaller():
     for norm,what in (30.,(Next.again,8.)),(20.,(Next.diagnose,None)):
-        assert what_next(Attempts(kind=Next.reference, suspect_norm=100., norm=norm, fits=[8.]), fine)==what
+        assert what_next(Attempts(kind=Next.reference, suspect_norm=100., norm=norm, finite_scales=[8.]), fine)==what

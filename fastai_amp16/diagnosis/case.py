@@ -20,7 +20,7 @@ from ..precision.stand_in import own_forward
 from ..util.torch_private import is_out_of_memory
 from .measure import sampled
 from .record import Recording
-from ..train.rerun import Left,not_faults
+from ..train.rerun import Left,control_exceptions
 from ..train.decide import Next,are_too_large
 from ..train.step import Step
 
@@ -77,7 +77,7 @@ def _ends(case, rec, loss=None):
     rec.waits = False
     if loss is None: return rec.end_backward(case.batches.gradients)
     if not case.backward: return True
-    bad = case.ranks.some(not rec.modules and not loss.isfinite().all())
+    bad = case.ranks.any(not rec.modules and not loss.isfinite().all())
     rec.finite = rec.finite and not bad
     return bad
 
@@ -85,11 +85,11 @@ def _record_batch(case, rec, loss_func):
     if rec.modules: case.learn.loss_func = rec.begin(loss_func)
     rec.waits = case.backward
     try: case.f()
-    except (Left,*not_faults): raise
+    except (Left,*control_exceptions): raise
     except Exception as e:
         rec.fail(e)
         if case.ranks.size==1: raise
-        if rec.waits: case.ranks.some(True) # the others are about to ask, and have other batches after this one
+        if rec.waits: case.ranks.any(True) # the others are about to ask, and have other batches after this one
 
 def _run(case, rec, loss_func, plan, compares):
     batches = case.batches
@@ -98,7 +98,7 @@ def _run(case, rec, loss_func, plan, compares):
     records = rec if rec.modules else nullcontext()
     with case.ranks.no_sync(), draws, torch.set_grad_enabled(case.backward), records:
         try: batches.run(plan, partial(_record_batch, case, rec, loss_func), to_the_end=True)
-        except (Left,*not_faults): pass
+        except (Left,*control_exceptions): pass
         except Exception as e: rec.fail(e)
         rec.on = False
         rec.pred = cast_floats(getattr(learn, 'pred', None))
@@ -133,7 +133,7 @@ def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
     # are modules recorded? will the other ranks ask this one before the backward pass?
     rec.modules,rec.waits = modules,False
     step.begin_attempt(Next.again, scale)
-    step.ends = partial(_ends, case, rec)
+    step.stop_at_loss = partial(_ends, case, rec)
     entry.around_next = None # this is not the beginning of a step
     try: _run(case, rec, loss_func, plan, compares)
     finally:
@@ -248,7 +248,7 @@ class Case:
     ) -> bool:
         "Run the batches in half precision: do they fit on all ranks?"
         run = self.run(promoted, scale, modules=False, compares=self.silent)
-        return self.ranks.every(self.fits(run))
+        return self.ranks.all(self.fits(run))
 
     # of this rank's batch
     def fits(self, half:Recording): # A run in half precision

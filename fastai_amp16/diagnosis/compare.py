@@ -230,7 +230,7 @@ _first,_most = 16,256 # the gaps between steps that are compared begin with this
 def _is_silent(step, plan, beside, half, fp32):
     "Is half precision at fault where `half` and `fp32` differ? Several processes do not know yet"
     is_validation = not beside.learn.training
-    if is_validation and _same_infinities(half.pred, fp32.pred): beside.state.watches = False
+    if is_validation and _same_infinities(half.pred, fp32.pred): beside.state.infinity_is_fault = False
     if not beside.differ(half, fp32): return False
     return step.ranks.size>1 or not beside.explained(half, fp32, plan)
 

@@ -102,10 +102,10 @@ def diagnose(
     return report
 
 def _report(case, all_buffers):
-    case.silent = case.ranks.some(case.silent)
+    case.silent = case.ranks.any(case.silent)
     case.fp32 = case.run_fp32()
     if case.fp32.error is not None: raise case.fp32.error
-    decide = judge if case.ranks.every(case.fp32.finite) else blame
+    decide = judge if case.ranks.all(case.fp32.finite) else blame
     report = in_report(case, decide(case))
     if all_buffers and report.verdict=='healthy':
         broken = bad_weights(case)

@@ -96,14 +96,14 @@ def _names_a_fault(case, r):
 
 def _raises_again(case):
     "What is not raised twice in a row is not half precision's fault: code that counts its calls may raise by itself"
-    return case.ranks.some(all([case.run().error for _ in range(2)]))
+    return case.ranks.any(all([case.run().error for _ in range(2)]))
 
 def diagnose_step(
     case:Case, # The batches of the step
     error:Exception=None # The exception that half precision raised on this rank, if any
 ) -> Diagnosis:
     "Find out what is the matter with the batches of a step; all ranks call this, and get the same"
-    silent = case.ranks.some(case.silent)
+    silent = case.ranks.any(case.silent)
     raised = error and f'{type(error).__name__}: {error}'
     mine = *_of_this_rank(case, error),raised
     reports,failed,why,raised = zip(*case.ranks.gather(mine))
@@ -113,7 +113,7 @@ def diagnose_step(
     verdict = _verdict(reports, failed, named)
     if raised and named and not _raises_again(case): verdict,named = Verdict.fine,[]
     if verdict is Verdict.fine and not silent: # is there an infinity in fp32 as well?
-        if not case.ranks.some(case.fp32.infinite): verdict = Verdict.gone
+        if not case.ranks.any(case.fp32.infinite): verdict = Verdict.gone
     failures = list(dict.fromkeys(filter(None, why)))
     return Diagnosis(verdict, named, failures, error, silent)
 
@@ -193,7 +193,7 @@ def heal(
     _count(mp, d, heals)
     if heals: _promote(mp, d)
     if d.verdict is Verdict.fine and what is not None: # fp32 has this infinity, too
-        step.batches.model_state.watches = False
+        step.batches.model_state.infinity_is_fault = False
     _tell(mp, d, named, what)
     step.silent,step.error = False,None
     if what is None:
@@ -211,7 +211,7 @@ def _promote(mp, d):
     mp.log.kept_since = {**dict.fromkeys(d.kept, len(mp.log.steps)), **mp.log.kept_since}
     mp.plan = None
     mp.ready(mp.step.batches.entry)
-    mp.step.search_anew()
+    mp.step.reset_search()
     names = names_of(mp.plan.model, mp.keeps(mp.plan.model))
     code = keep_code(names, mp.dtype, bool(mp.plan.in_half))
     is_late = d.silent and mp.learn._fitting and not mp.training

@@ -121,7 +121,7 @@ class _Search:
         n = len(self.kept)
         phases = ranks.gather(found[0][0] if found else 'backward')
         phase = min(phases, key=_phases.index)
-        if ranks.some(half.error): with_alike = True
+        if ranks.any(half.error): with_alike = True
         self.add_found(phase, found, half, with_alike)
         # an infinity inside a module's own code may do harm later
         if len(self.kept)==n: self.add_found('forward', faults(half), half, with_alike)
@@ -156,7 +156,7 @@ class _Search:
         case = self.case
         half = self.case.half
         found = case.faults(half)
-        is_backward = case.ranks.every(all(phase=='backward' for phase,_ in found))
+        is_backward = case.ranks.all(all(phase=='backward' for phase,_ in found))
         if is_backward:
             if self.is_sound([]): return True
             if self.low<case.scale: half = case.run([], self.low, reference=case.fp32)

@@ -100,13 +100,13 @@ def _is_finite_without_bad_data(case):
     inputs = case.batches.inputs
     def mended(t): return torch.where(_is_usable(t), t, 0) if _is_dense(t) else t
     case.batches.inputs = replace(inputs, mended)
-    try: return case.ranks.every(case.run_fp32(modules=False).finite)
+    try: return case.ranks.all(case.run_fp32(modules=False).finite)
     finally: case.batches.inputs = inputs
 
 def _at_fault(case, ts):
     "The samples at fault in the inputs and in the targets: those with NaN, if there is any in the tensors `ts`"
     # an infinity may be intended then, as in a mask
-    has_nan = case.ranks.some(any(t.isnan().any() for t in ts))
+    has_nan = case.ranks.any(any(t.isnan().any() for t in ts))
     def bad_samples(t):
         bad = t.isnan() if has_nan else ~_is_usable(t)
         return bad.reshape(_n_samples(t), -1).any(1).nonzero().flatten().tolist()
@@ -120,7 +120,7 @@ def _bad_data(case):
     "Find inputs or targets at fault"
     ts = [t for t in tensors(case.batches.inputs) if _is_dense(t)]
     is_bad = not all(_is_usable(t).all() for t in ts)
-    if not case.ranks.some(is_bad): return None
+    if not case.ranks.any(is_bad): return None
     if not _is_finite_without_bad_data(case): return None
     found = _at_fault(case, ts)
     if not found: return None
@@ -158,7 +158,7 @@ def blame(
     "Decide what is at fault where fp32 cannot use a batch"
     for find in (bad_weights,_bad_data,_divergence):
         found = find(case)
-        if case.ranks.some(found): return found or Healthy(elsewhere=True)
+        if case.ranks.any(found): return found or Healthy(elsewhere=True)
 
 # %% ../../nbs/diagnosis/07_verdict.ipynb #3af3b0c4
 def _operation(r):
@@ -203,7 +203,7 @@ def _fault(case, plain, remedy):
 
 def _is_silently_wrong(case, plain):
     "Is half precision wrong on any rank though everything is finite?"
-    some = case.ranks.some
+    some = case.ranks.any
     deviates = False
     if case.silent or some(case.is_wrong(plain)):
         case.make_controls()
@@ -219,11 +219,11 @@ def judge(
     was_silent = case.silent
     case.half = plain = case.run(reference=case.fp32)
     # an infinity that was mended in this run may do no harm
-    if ranks.some(plain.error is None and faults(plain)): plain = case.run(modules=False)
-    is_finite = ranks.every(plain.finite)
+    if ranks.any(plain.error is None and faults(plain)): plain = case.run(modules=False)
+    is_finite = ranks.all(plain.finite)
     if is_finite or was_silent: case.silent = _is_silently_wrong(case, plain)
     if not is_finite: case.silent = was_silent # gradients may be wrong at a lower scale as well
-    if ranks.every(case.fits(plain)): return Healthy()
+    if ranks.all(case.fits(plain)): return Healthy()
     remedy = least_in_fp32(case)
     if remedy and not remedy.promoted: # everything is finite at that scale, but may be wrong
         case.silent = _is_silently_wrong(case, plain)

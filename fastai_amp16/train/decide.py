@@ -52,27 +52,27 @@ class Reading(NamedTuple):
 _coarse = 2.**-8 # two such factors span the range that fp16 holds in full precision
 _backoffs,_tries = 2,3 # number of halvings of a scale that has worked; failed attempts before a diagnosis
 
-def _lower_scale(fails, floor, proven):
+def _lower_scale(overflow_scales, floor, proven):
     "The first scale to try below all that failed"
-    if fails[-1]<=floor: return None
-    if len(fails)>_tries: return None
-    halves = proven and len(fails)<=_backoffs
-    return max(floor, fails[-1]*(0.5 if halves else _coarse))
+    if overflow_scales[-1]<=floor: return None
+    if len(overflow_scales)>_tries: return None
+    halves = proven and len(overflow_scales)<=_backoffs
+    return max(floor, overflow_scales[-1]*(0.5 if halves else _coarse))
 
 def next_scale(
-    fits:list, # Scales at which the gradients of this batch were finite
-    fails:list, # Scales at which they were not, in the order of the attempts
+    finite_scales:list, # Scales at which the gradients of this batch were finite
+    overflow_scales:list, # Scales at which they were not, in the order of the attempts
     floor:float, # Lowest scale allowed
     proven:bool # Were steps taken at the first of these scales, or near it?
 ) -> float: # `None` if nothing is left to try
     "The loss scale of the next attempt; take the step if it is the scale of the last attempt"
-    if not fails: return fits[-1]
-    if not fits: return _lower_scale(fails, floor, proven)
-    best,worst = max(fits),min(fails)
+    if not overflow_scales: return finite_scales[-1]
+    if not finite_scales: return _lower_scale(overflow_scales, floor, proven)
+    best,worst = max(finite_scales),min(overflow_scales)
     if proven: return best
     middle = (math.log2(best)+math.log2(worst))/2
     new = 2.**math.floor(middle) if worst/best>2 else max(floor, best/2)
-    return None if new in fails else new # a scale that both fits and fails
+    return None if new in overflow_scales else new # a scale that both fits and fails
 
 # %% ../../nbs/train/06_decide.ipynb #89328fe0
 _far = 16 # a scale that falls by this factor makes gradients suspect
@@ -97,8 +97,8 @@ class Attempts:
     fp32_first:bool = False # Try fp32 before anything else, since earlier diagnoses found nothing?
     largest_norm:float = math.inf # The largest norm of the gradients in the steps before
     # what was tried
-    fits:list = field(default_factory=list) # Loss scales at which the gradients were finite
-    fails:list = field(default_factory=list) # Loss scales at which they were not
+    finite_scales:list = field(default_factory=list) # Loss scales at which the gradients were finite
+    overflow_scales:list = field(default_factory=list) # Loss scales at which they were not
     diagnoses:int = 0 # Number of diagnoses
     unusable:bool = False # Is it known that no precision helps?
     suspect_norm:float = None # The norm of gradients that were so large that fp32 was asked for its own
@@ -119,7 +119,7 @@ class Attempts:
         if self.suspect_norm is not None: return False # asked before
         if not (self.can_heal and self.can_rerun): return False
         if are_too_large(self.norm, self.largest_norm): return True
-        return bool(self.proven and self.fails and self.scale<self.fails[0]/_far)
+        return bool(self.proven and self.overflow_scales and self.scale<self.overflow_scales[0]/_far)
 
     @property
     def compares_norms(self) -> bool:
@@ -131,12 +131,12 @@ class Attempts:
     ):
         "Note whether the loss scale of the attempt fits"
         if self.in_fp32: return
-        if outcome is Outcome.fine: self.fits.append(self.scale)
-        if outcome is Outcome.overflow: self.fails.append(self.scale)
+        if outcome is Outcome.fine: self.finite_scales.append(self.scale)
+        if outcome is Outcome.overflow: self.overflow_scales.append(self.scale)
 
-    def search_anew(self):
+    def reset_search(self):
         "Forget which scales fit, since the result may change: more layers stay in fp32 now, say"
-        self.fits,self.fails,self.fp32_first = [],[],False
+        self.finite_scales,self.overflow_scales,self.fp32_first = [],[],False
 
 # %% ../../nbs/train/06_decide.ipynb #6ee714c3
 _diagnoses = 2 # per step: after the first one, another fault may show
@@ -149,7 +149,7 @@ class Decision(NamedTuple):
 def _after_fine(tried):
     if tried.is_suspect: return Decision(Next.reference)
     if tried.floor is None or not tried.can_rerun: return Decision(Next.step)
-    new = next_scale(tried.fits, tried.fails, tried.floor, tried.proven)
+    new = next_scale(tried.finite_scales, tried.overflow_scales, tried.floor, tried.proven)
     return Decision(Next.step) if new in (None,tried.scale) else Decision(Next.again, new)
 
 def _after_overflow(tried):
@@ -157,8 +157,8 @@ def _after_overflow(tried):
     if tried.floor is None: return _beyond_scales(tried)
     if tried.fp32_first:
         n_scales = 0 if tried.can_heal else 1 # one lower scale is what helps most often
-        if len(tried.fails)>n_scales: return _beyond_scales(tried)
-    new = next_scale(tried.fits, tried.fails, tried.floor, tried.proven)
+        if len(tried.overflow_scales)>n_scales: return _beyond_scales(tried)
+    new = next_scale(tried.finite_scales, tried.overflow_scales, tried.floor, tried.proven)
     return _beyond_scales(tried) if new is None else Decision(Next.again, new)
 
 def _beyond_scales(tried):
@@ -171,7 +171,7 @@ def _after_fp32(tried, outcome):
     is_fine = outcome is Outcome.fine
     if tried.compares_norms: # are the gradients as large in fp32?
         is_wrong = is_fine and are_too_large(tried.suspect_norm, tried.norm)
-        return Decision(Next.diagnose) if is_wrong else Decision(Next.again, tried.fits[-1])
+        return Decision(Next.diagnose) if is_wrong else Decision(Next.again, tried.finite_scales[-1])
     if not is_fine: return Decision(Next.skip)
     if tried.kind is Next.fp32: return Decision(Next.step)
     return Decision(Next.diagnose if tried.can_rerun else Next.step)
@@ -180,7 +180,7 @@ def what_next(
     tried:Attempts, # What is known about the step
     outcome:Outcome # Result of the last attempt
 ) -> Decision:
-    "Decide what to do after an attempt, whose scale is in `tried.fits` or `tried.fails`"
+    "Decide what to do after an attempt, whose scale is in `tried.finite_scales` or `tried.overflow_scales`"
     if tried.unusable: return Decision(Next.skip)
     if outcome is not Outcome.fine and not tried.can_rerun: return Decision(Next.skip)
     if tried.in_fp32: return _after_fp32(tried, outcome)

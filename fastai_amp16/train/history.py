@@ -78,7 +78,7 @@ class History:
         return self.steps[self.fit_start:]
 
     @property
-    def epoch(self) -> list:
+    def epoch_steps(self) -> list:
         "The steps of this epoch"
         return self.steps[self.epoch_start:]
 
@@ -98,7 +98,7 @@ class _StepMetric(Metric):
         mp = vars(learn).get('mixed_precision')
         self.mp = mp if isinstance(getattr(mp, 'log', None), History) else None
     @property
-    def value(self): return None if self.mp is None else self._of(self.mp, self.mp.log.epoch)
+    def value(self): return None if self.mp is None else self._of(self.mp, self.mp.log.epoch_steps)
 
 class LossScale(_StepMetric):
     "The loss scale at the end of the epoch"

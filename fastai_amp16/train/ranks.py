@@ -66,11 +66,11 @@ class Ranks:
         "Tell the other ranks, which are about to `gather`, that this one cannot go on"
         self._gather((None,why))
 
-    def some(self, o): # True or false on this rank
+    def any(self, o): # True or false on this rank
         "Is `o` true on any rank?"
         return any(self.gather(bool(o)))
 
-    def every(self, o): # True or false on this rank
+    def all(self, o): # True or false on this rank
         "Is `o` true on every rank?"
         return all(self.gather(bool(o)))
 

@@ -18,7 +18,7 @@ from .grads import grad_params,grad_values,total_norm
 from ..util.nested import stored,tensors
 from ..util.torch_private import is_out_of_memory,no_torch_function,version
 from .ranks import Ranks
-from .rerun import Batches,Left,may_be_halfs,not_faults
+from .rerun import Batches,Left,may_be_halfs,control_exceptions
 from .scaler import DynamicScaler
 
 # %% ../../nbs/train/07_step.ipynb #5a1ff94e
@@ -33,15 +33,15 @@ class Step(Attempts):
     error:Exception = None # The exception that half precision raised
     failed:bool = False # Did a diagnosis fail?
     # the present attempt
-    ends:Callable = None # In a diagnosis: takes the loss, and tells whether the batch ends before its backward pass
+    stop_at_loss:Callable = None # In a diagnosis: takes the loss; does the batch end before its backward pass?
     outcome:Outcome = None # What came out, as far as known
     next:Decision = Decision(None) # What comes next
     loss:Tensor = None # Sum of the losses that had a backward pass; `None` before the first one
-    backward_at:int = None # Number of forward passes when the last backward pass began
+    passes_at_backward:int = None # Number of forward passes when the last backward pass began
     written:bool = False # Has other code made gradients infinite or NaN that the backward pass left finite?
     judged:tuple = ((),()) # The gradients that `outcome` is about, and how often each was written to
     # the end of the step
-    decided_at:int = None # Number of forward passes when it was decided to take the step
+    passes_at_decision:int = None # Number of forward passes when it was decided to take the step
     done:bool = False # Was the step taken, skipped or cancelled?
     is_second:bool = False # Did an earlier step end in the same batch?
 
@@ -63,17 +63,17 @@ class Step(Attempts):
     @property
     def is_taken(self) -> bool:
         "Is the step done, or is it decided that it will be taken?"
-        return self.done or self.decided_at is not None
+        return self.done or self.passes_at_decision is not None
 
     @property
     def is_due(self) -> bool:
         "Is it decided that the step will be taken, and is that still to come?"
-        return self.decided_at is not None and not self.done
+        return self.passes_at_decision is not None and not self.done
 
     @property
     def is_outdated(self) -> bool:
         "Did the model run after it was decided to take the step?"
-        return self.decided_at not in (None,self.batches.entry.passes)
+        return self.passes_at_decision not in (None,self.batches.entry.passes)
 
     @property
     def lacks_backward(self) -> bool:
@@ -86,12 +86,12 @@ class Step(Attempts):
     ):
         "Forget the last attempt, and begin the next one"
         self.kind,self.scale,self.reruns = kind,scale,self.reruns+1
-        self.outcome = self.norm = self.loss = self.backward_at = None
+        self.outcome = self.norm = self.loss = self.passes_at_backward = None
         self.next,self.written = Decision(None),False
 
     def wait(self):
         "Let gradients wait for those of the next batch; a callback may have cancelled a step that was decided on"
-        if not self.is_skipped: self.next,self.decided_at = Decision(None),None
+        if not self.is_skipped: self.next,self.passes_at_decision = Decision(None),None
 
     def begin_backward(self,
         loss:Tensor # What a backward pass is about to start from
@@ -101,7 +101,7 @@ class Step(Attempts):
         with no_torch_function(): # fastai's tensors take ten times as long
             loss = loss.detach().sum(dtype=torch.float32)
             self.loss = loss if self.loss is None else self.loss+loss
-        self.backward_at = self.batches.entry.passes
+        self.passes_at_backward = self.batches.entry.passes
 
     def judge(self):
         "Find out what came of the gradients, unless that is known and nobody has written to them since"
@@ -165,7 +165,7 @@ class Step(Attempts):
         "Decide what comes next"
         outcome = outcome or self.outcome
         is_fine = outcome is Outcome.fine
-        is_first_fine = is_fine and not self.fails and self.kind is not Next.reference
+        is_first_fine = is_fine and not self.overflow_scales and self.kind is not Next.reference
         if self.can_rerun and not is_first_fine:
             cannot, = self.ranks.read([int(not self.batches.can_rerun())])
             self.can_rerun = not cannot # if one rank cannot run its batches again, none does
@@ -179,8 +179,8 @@ class Step(Attempts):
         more:bool=False # May more gradients come before the step?
     ) -> Next: # Either to take the step or to skip it; `None` if nothing is decided yet
         "Judge the gradients and decide what comes next; leave the attempt if the batch runs again"
-        if self.ends:
-            self.ends()
+        if self.stop_at_loss:
+            self.stop_at_loss()
             raise Left
         self.judge()
         if self.outcome is None: return None
@@ -200,7 +200,7 @@ def attempt(self:Step,
         go()
         return self._is_done(passes, before)
     except Left: return False
-    except not_faults:
+    except control_exceptions:
         if not self._may_be_cancelled(passes, before): return False
         raise
     except Exception as e:
@@ -232,7 +232,7 @@ def _is_judged(self:Step, passes):
     if not self.batches.learn.training: return False
     if self.ranks.size>1: return True # the other ranks may have gone on to the step
     if self.is_taken: return True
-    judged_at = passes if self.outcome is None else self.backward_at
+    judged_at = passes if self.outcome is None else self.passes_at_backward
     return self.batches.entry.passes in (passes,judged_at) # no forward pass since
 
 # %% ../../nbs/train/07_step.ipynb #72687bdb
@@ -240,7 +240,7 @@ def _is_judged(self:Step, passes):
 def _results(self:Step):
     "Predictions and loss of the batch, or of one before it"
     learn,names = self.batches.learn,[]
-    if self.batches.model_state.watches: names.append('pred')
+    if self.batches.model_state.infinity_is_fault: names.append('pred')
     if len(learn.yb): names.append('loss')
     with no_torch_function(): return [t for k in names for t in tensors(vars(learn).get(k))]
 
@@ -269,12 +269,12 @@ def _judge_results(self:Step,
 @patch
 def _raised(self:Step, e):
     "Handle an exception of an attempt: is the batch done? `None` to raise it"
-    if not self.rerun or self.decided_at is not None: return None
+    if not self.rerun or self.passes_at_decision is not None: return None
     if not may_be_halfs(e, self.batches.learn): return None
     if is_out_of_memory(e): return None # fp32 needs more
     if self.in_fp32: return self._raised_in_fp32()
     # some of the gradients were sent already, if the backward pass of one of several ranks raises
-    if self.ranks.size>1 and self.backward_at==self.batches.entry.passes: return None
+    if self.ranks.size>1 and self.passes_at_backward==self.batches.entry.passes: return None
     if not self.ranks.all_raise(): return None
     self.error,self.fp32_first = e,False # a diagnosis runs the batch in fp32 anyway
     return None if self.decide(Outcome.broken) is Next.skip else False
@@ -282,7 +282,7 @@ def _raised(self:Step, e):
 @patch
 def _raised_in_fp32(self:Step):
     if self.kind is Next.fp32 or self.ranks.size>1: return None
-    self.search_anew() # as half precision can run this batch, and fp32, which was only asked, cannot
+    self.reset_search() # as half precision can run this batch, and fp32, which was only asked, cannot
     self.next = Decision(Next.again)
     return False
 
