@@ -1,5 +1,7 @@
-"Which trainings and events do fastai's `to_fp16`, its `to_non_native_fp16` and `to_fp16_dynamic` survive?"
-import json,math,tempfile,warnings
+"""Which trainings and events do `to_fp16_dynamic` and fastai's `to_fp16` and `to_non_native_fp16` survive?
+
+On a CPU, autocast follows CUDA's rules, which are those of whoever uses `to_fp16`."""
+import argparse,json,math,sys,tempfile,warnings
 from functools import partial
 from pathlib import Path
 import fastai,torch
@@ -11,8 +13,10 @@ with warnings.catch_warnings():
 from fastais import fastais
 from hostile import fit,zoo
 from machine import machine
+sys.path.append(str(Path(__file__).parents[1]/'tests'))
+import as_cuda
 
-contenders = ('to_fp16','to_non_native_fp16','to_fp16_dynamic')
+contenders = ('to_fp16_dynamic','to_fp16','to_non_native_fp16')
 
 # %% trainings of benchmarks/hostile.py
 trainings = {'RegNetY with Squeeze-and-Excitation on raw counts': 'regnety', 'residual network without norms': 'norm_free',
@@ -177,10 +181,22 @@ def row(what, key):
         fp32,*others = [figure(key, to) for to in ('to_fp32',*contenders)]
         return dict(what=what, kind='training', **{to: f>fp32-0.05 for to,f in zip(contenders, others)})
 
-def main():
-    rows = [row(*o) for o in everything.items()]
-    for r in rows: print(*(f"{'yes' if r[to] else 'no':>4}" for to in contenders), r['what'])
+def table(head, rows):
+    "Markdown"
+    lines = [[head,*(f'`{o}`' for o in contenders)],['---',*[':-:']*len(contenders)]]
+    lines += [[r['what'],*('✓' if r[o] else '–' for o in contenders)] for r in rows]
+    lines.append([f'**of {len(rows)}**',*(f'**{sum(r[o] for r in rows)}**' for o in contenders)])
+    return '\n'.join(f"| {' | '.join(o)} |" for o in lines)
+
+def main(args=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument('--only', nargs='+', choices=everything, default=list(everything), metavar='ROW', help='rows of the table')
+    p.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'), help='file for the results')
+    a = p.parse_args(args)
+    if default_device().type=='cpu': as_cuda.install()
+    rows = [row(o, everything[o]) for o in a.only]
+    for r in rows: print(*(f"{'yes' if r[to] else 'no':>4}" for to in contenders), r['what'], flush=True)
     res = dict(machine=machine(), fastai=fastai.__version__, rows=rows)
-    (Path(__file__).parent/'survival.json').write_text(json.dumps(res, indent=1)+'\n')
+    a.out.write_text(json.dumps(res, indent=1)+'\n')
 
 if __name__=='__main__': main()

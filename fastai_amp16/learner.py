@@ -13,6 +13,7 @@ from fastai.callback.fp16 import AMPMode,MixedPrecision,ModelToHalf,NonNativeMix
 from fastai.callback.training import GradientClip
 from fastcore.docments import docments
 from .precision.names import as_list,in_words
+from .precision.plan import is_norm
 from .precision.entry import Entry
 from .util.torch_private import ThreadState
 from .train.scaler import DynamicScaler,require
@@ -86,7 +87,7 @@ def to_bf16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
 # %% ../nbs/02_learner.ipynb #9c96638e
 def _kept(mp):
     "What stays in fp32, and since when"
-    yield 'norms'
+    if mp.learn and any(map(is_norm, mp.learn.model.modules())): yield 'norms'
     for o in as_list(mp.keep_fp32):
         name = o if isinstance(o, str) else getattr(o, '__name__', type(o).__name__)
         yield f'`{name}` from the start'
@@ -106,14 +107,14 @@ def _at_a_glance(mp):
         'steps': len(log.steps),
         'batches that ran again': sum(s.reruns>0 for s in log.steps),
         'skipped steps': log.n_skipped,
-        'in fp32': ', '.join(_kept(mp)),
+        'in fp32': ', '.join(_kept(mp)) or 'no module',
         'last fit': mp.stopped or ending}
 
 @patch
 def __repr__(self:DynamicMixedPrecision):
     rows = [f'{k}: {v}' for k,v in _at_a_glance(self).items()]
-    if not self.log.fits: rows = rows[:2]
-    return f"{type(self).__name__}({'; '.join(rows)})"
+    if not self.log.fits: return f"{type(self).__name__}({'; '.join(rows[:2])})"
+    return '\n    '.join([type(self).__name__, *rows])
 
 @patch
 def _repr_html_(self:DynamicMixedPrecision):
@@ -136,7 +137,7 @@ def plot(self:DynamicMixedPrecision,
         require(fit in fits or not fits, 'plot', 'fit', fit, f'one of {sorted(fits)}')
         df = df[df.fit==fit]
     clips = [cb for cb in self.learn.cbs if isinstance(cb, (GradientNormClip,GradientClip))]
-    plot_history(df, [cb.max_norm for cb in clips], axs)
+    plot_history(df, [cb.max_norm for cb in clips], axs, self.log.kept_since)
 
 # %% ../nbs/02_learner.ipynb #1bf1cb2e
 Learner._fitting = False # is a fit running?

@@ -82,6 +82,7 @@ def autocast(lib):
     rule(in_fp16, rnns)
     rule(refused, ['binary_cross_entropy'])
     for o in _dispatch_get_registrations_for_dispatch_key('AutocastCPU'):
+        if not o.startswith('aten::'): continue # torchvision's, say, which CUDA's autocast casts as well
         name = o.removeprefix('aten::')
         if name not in rnns and not here(name, 'AutocastCUDA'): lib.impl(name, fallthrough_kernel, 'AutocastCPU')
 

@@ -537,3 +537,15 @@ def test_no_gradient_is_lost_to_a_scale_that_another_one_needs():
     assert all_taken(fp16) and fp16.mixed_precision.promoted
     losses = [learn.recorder.values[-1][-1] for learn in (fp16,fp32)]
     assert losses[0]==pytest.approx(losses[1], rel=0.02)
+
+@quiet
+def test_a_loss_grad_that_a_callback_has_broken_is_said_to_come_from_there():
+    "The loss is finite, and there is nothing wrong with the loss function"
+    class Breaks(Callback):
+        run_valid = False
+        def before_backward(self):
+            if self.train_iter==2: self.learn.loss_grad = self.loss_grad*math.nan
+    learn = fit(learner(plain_mlp(), cbs=Breaks()).to_fp16_dynamic(), 1)
+    report, = learn.mixed_precision.reports
+    assert learn.mixed_precision.n_skipped==1 and report.verdict=='divergence' and report.producer is None
+    assert '`loss_grad`' in report.sentence and 'before_backward' in report.remedy

@@ -487,6 +487,8 @@ def test_mixed_precision_at_a_glance():
     for text in (repr(mp), re.sub('<[^>]*>', ' ', mp._repr_html_())):
         said = 'fp16',f'{mp.scaler.get_scale():g}',str(len(mp.history)),'from the start','since step 0','complete'
         assert not [o for o in said if o not in text]
+        assert 'norms' not in text # as it has none
+    assert len(repr(mp).splitlines())==8
 
 @pytest.mark.parametrize('name', ['to_fp16_dynamic','to_bf16_dynamic'])
 def test_help_explains_each_argument(name):

@@ -167,6 +167,7 @@ class Recording(TorchFunctionMode):
     infinite = False # are predictions infinite, or what stays in modules?
     error = open = hook = None # what was raised, in which frame, and by which hook, in words
     pred = total = None # the predictions; the norm of the gradients, as a tensor
+    loss = loss_grad = None # fastai's: the loss, and what runs backward, which callbacks may change before that
     def __init__(self,
         model:nn.Module, # The user's own model, without wrappers
         dtype:torch.dtype=torch.float16, # `torch.float16` or `torch.bfloat16`

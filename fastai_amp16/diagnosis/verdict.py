@@ -41,6 +41,7 @@ class Divergence:
     phase:str # As in `faults`
     frame:Frame|None # The call that is not finite first, if one can be named
     top:float = math.inf # The largest absolute number that goes into this call, in the forward pass
+    in_loss_grad:bool = False # Has a callback made `loss_grad` infinite or NaN, though the loss is finite?
 
     @property
     def has_exploded(self) -> bool:
@@ -147,8 +148,14 @@ def _first_bad(run):
     if made: return 'forward',first(large or made)[0]
     return first(faults(run)) or ('backward',None)
 
+def _is_broken_by_callback(run):
+    "Is the loss finite, but not what runs backward in its place?"
+    if run.loss is None: return False
+    return bool(run.loss.isfinite().all()) and not run.loss_grad.isfinite().all()
+
 def _divergence(case):
     if case.fp32.finite: return None
+    if _is_broken_by_callback(case.fp32): return Divergence('backward', None, in_loss_grad=True)
     phase,frame = _first_bad(case.fp32)
     return Divergence(phase, frame, math.inf if phase=='backward' else _goes_in(frame))
 

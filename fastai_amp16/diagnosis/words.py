@@ -58,6 +58,10 @@ def _divergence(case, v):
     if case.lr: diverges = f": training diverges at a learning rate of {case.lr:.3g}, in any precision"
     slower = ("use a lower learning rate, warmup, GradientNormClip, or normalization; "
               "the weights are those of the last good step")
+    if v.in_loss_grad:
+        return report(
+            "The loss is finite, but other code made `loss_grad` infinite or NaN before the backward pass.",
+            "look for code that writes to `learn.loss_grad`, such as `before_backward` of a callback")
     if v.frame is None: return report(f"The gradients are too large for fp32 as well{diverges}.", slower)
     where = place_in_words(case, v.frame.name)
     if v.phase=='backward':
@@ -78,10 +82,11 @@ def _divergence(case, v):
 def _high_scale(case, v):
     largest = torch.finfo(case.dtype).max
     rest = 'nothing else' if case.keep else 'nothing'
+    smaller = ', or divide the targets, since the loss is very large' if v.fits<1 else ''
     return PrecisionReport('scale',
         f"The loss scale {case.scale:g} is too high for this batch: its gradients exceed {largest:g}. "
         f"A loss scale of {v.fits:g} fits.",
-        f"pass init_scale={v.fits:g} to start there; {rest} has to stay in fp32",
+        f"pass init_scale={v.fits:g} to start there; {rest} has to stay in fp32{smaller}",
         new_scale=v.fits)
 
 # %% ../../nbs/diagnosis/08_words.ipynb #166e93c2

@@ -102,7 +102,9 @@ class _StepMetric(Metric):
 
 class LossScale(_StepMetric):
     "The loss scale at the end of the epoch"
-    def _of(self, mp, steps): return mp.scaler.get_scale()
+    def _of(self, mp, steps):
+        scale = mp.scaler.get_scale()
+        return int(scale) if scale==int(scale) else scale # fastai shows six zeros after the point of a float
 
 class SkippedSteps(_StepMetric):
     "The number of skipped steps in the epoch"
@@ -118,12 +120,15 @@ class GradNorm(_StepMetric):
 def plot_history(
     df:pd.DataFrame, # `learn.mixed_precision.history`, or rows of it
     clipped_at=(), # Norms at which gradients are clipped
-    axs=None # Two matplotlib `Axes`; a new figure by default
+    axs=None, # Two matplotlib `Axes`; a new figure by default
+    kept_since:dict=None # The step since which a module is in fp32, by its name
 ):
-    "Plot the loss scale, with marks at steps that ran again or were skipped, above the gradient norm"
+    "Plot the loss scale, with marks where batches ran again, steps were skipped or layers moved to fp32, above the norm"
     if axs is None: _,axs = plt.subplots(2, 1, sharex=True, figsize=(7,5))
     scales,norms = axs
     _plot_scales(df, scales)
+    _plot_moves(df, kept_since or {}, axs)
+    scales.set_title('loss scale and gradient norm of each step')
     _plot_norms(df, clipped_at, norms)
     for _,row in df.drop_duplicates('fit')[1:].iterrows(): # where a new fit begins
         for ax in axs: ax.axvline(row.step-.5, color='tab:grey', ls=':', lw=1)
@@ -135,11 +140,21 @@ def plot_history(
 def _plot_scales(df, ax):
     ax.step(df.step, df.loss_scale, where='post')
     def mark(rows, marker, color, what):
+        if not len(rows): return
         ax.plot(rows.step, rows.loss_scale, marker, color=color, label=f'{what}: {len(rows)}')
     mark(df[(df.reruns>0) & ~df.skipped], '.', 'tab:orange', 'ran again, step taken')
     mark(df[df.skipped], 'x', 'tab:red', 'skipped')
     ax.set_yscale('log', base=2)
     ax.set(ylabel='loss scale')
+
+def _plot_moves(df, kept_since, axs):
+    "A line where layers moved to fp32; those of an earlier fit, or of a checkpoint, have none"
+    moves = [o for o in kept_since.values() if (df.step==o).any()]
+    for i,step in enumerate(sorted(set(moves))):
+        label = None if i else f'layers moved to fp32: {len(moves)}'
+        for ax in axs:
+            ax.axvline(step, color='tab:purple', lw=1, alpha=.6, label=label)
+            label = None # once is enough
 
 def _plot_norms(df, clipped_at, ax):
     ax.plot(df.step, df.grad_norm.where(~df.skipped), lw=1)
