@@ -10,7 +10,7 @@ import torch
 import trainings # noqa: F401 (first: it hides a warning of fastai's import)
 import hostile
 from fastai.basics import Callback,DataLoaders,nn,set_seed
-from fastai_amp16.exam import training_case
+from fastai_amp16.ask import training_case
 from machine import machine
 from timing import Batches
 

@@ -523,6 +523,7 @@ findings about the optimizer and the device. Hostile models are:
 {doctor.table(res)}
 
 {doctor.alarms(res)} `to_fp16_dynamic` keeps the norm in `rms` in fp32 because of its name, and `tiny_loss` needs nothing but a loss scale.
+The doctor runs one batch, and the others fit in it. What only a later batch meets, the fit finds then, without losing it.
 
 The time the doctor takes, in training steps of the same model in fp16, and after a first call:
 

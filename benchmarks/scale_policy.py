@@ -10,7 +10,7 @@ with warnings.catch_warnings():
     from fastai.basics import Callback
     from fastai_amp16.all import DynamicScaler
     from fastai_amp16.precision.plan import convs
-    from fastai_amp16.train.step import Next,Outcome,Step,what_next
+    from fastai_amp16.train.decide import Attempts,Next,Outcome,what_next
     from machine import machine
 
 here = Path(__file__).parent
@@ -74,7 +74,7 @@ def skips(scaler, room):
 
 def runs_again(scaler, room):
     "What this package does: runs the batch again until its gradients are finite"
-    step,reruns,what = Step(floor=scaler.min_scale, settled=scaler.settled, scale=scaler.get_scale(), norm=1.),0,None
+    step,reruns,what = Attempts(floor=scaler.min_scale, proven=scaler.proven, scale=scaler.get_scale(), norm=1.),0,None
     while what is not Next.step:
         outcome = Outcome.overflow if math.log2(step.scale)>room else Outcome.fine
         step.note(outcome)
@@ -82,7 +82,7 @@ def runs_again(scaler, room):
         if what is Next.skip: return None,reruns
         if what is Next.diagnose: # it measures the gradients
             step.diagnoses,lower = step.diagnoses+1,max(scaler.min_scale, 2.**(room-1))
-        if what is Next.reference: step.odd,lower = step.norm,step.scale # fp32's gradients are as large
+        if what is Next.reference: step.suspect_norm,lower = step.norm,step.scale # fp32's gradients are as large
         step.kind = what if what is Next.reference else Next.again
         if what is not Next.step: step.scale,reruns = lower,reruns+1
     scaler.room = room

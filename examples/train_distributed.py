@@ -25,7 +25,7 @@ def sent(learn, compress):
     "What each step hands to the other processes, in words"
     grads = sum(p.numel() for p in learn.model.parameters() if p.requires_grad)*(2 if compress else 4)
     stats = sum(b.nbytes for b in learn.model.buffers())
-    return f"each step: {grads:,} bytes of gradients,\n  {stats:,} of norm statistics, 24 to agree on scale and overflow"
+    return f"each step: {grads:,} bytes of gradients,\n  {stats:,} of norm statistics, 16 to agree on scale and overflow"
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

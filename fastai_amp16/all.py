@@ -7,9 +7,8 @@ from .diagnosis.report import PrecisionReport
 from .train.history import GradNorm,LossScale,SkippedSteps
 from .diagnosis.messages import PrecisionWarning
 from .callback import DynamicMixedPrecision
-from . import learner # noqa: F401 (`Learner.to_fp16_dynamic` and others)
-from .exam import Finding
-from .doctor import Checkup,swap_module
+from . import ask,learner # noqa: F401 (`Learner.to_fp16_dynamic`, `diagnose_fp16` and others)
+from .doctor import Checkup,Finding,swap_module
 
 __all__ = ['DynamicScaler', 'PrecisionPlan', 'half_forward', 'register_norm', 'AdamW16', 'Adam16', 'RAdam16', 'Lamb16', 'QHAdam16',
            'Larc16', 'RMSProp16', 'ranger16', 'FusedAdam', 'GradientNormClip', 'PrecisionReport', 'GradNorm', 'LossScale', 'SkippedSteps',

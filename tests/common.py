@@ -16,7 +16,7 @@ def not_as_cuda(names, without, reason):
 
 def compare_nothing(monkeypatch):
     "No batch is compared with fp32"
-    monkeypatch.setattr('fastai_amp16.diagnosis.compare.Comparison.make', lambda self, step, plan, call, aside: call())
+    monkeypatch.setattr('fastai_amp16.diagnosis.compare.Comparison.make', lambda self, step, plan, call, call_by: call())
 
 def mlp(bn=True): return nn.Sequential(nn.Linear(8,16), nn.BatchNorm1d(16) if bn else nn.Identity(), nn.ReLU(), nn.Linear(16,1))
 

@@ -298,21 +298,21 @@ def test_writes_that_reach_some_weights_only_are_seen():
 
 @pytest.mark.parametrize('cause', ['forward','backward'])
 @pytest.mark.parametrize('at', [{0,3,6,9,12,15}, {2,7,11,15,20,27}, {0,1,14,15,28,29}], ids=str)
-def test_six_bad_batches_of_thirty_cost_at_most_twelve_forward_passes(cause, at):
+def test_six_bad_batches_of_thirty_cost_at_most_eighteen_forward_passes(cause, at):
     learn = learner(n=30*16, cbs=Poison(at, cause)).to_fp16_dynamic()
     passes = Passes(learn.model)
     fit(learn, 1)
-    assert learn.mixed_precision.n_skipped==6 and passes.n-30<=12
+    assert learn.mixed_precision.n_skipped==6 and passes.n-30<=18
     assert [i for i,s in enumerate(learn.mixed_precision.history.skipped) if s]==sorted(at)
 
-def test_six_faults_of_thirty_that_are_left_unmended_cost_at_most_twelve_forward_passes():
+def test_six_faults_of_thirty_that_are_left_unmended_cost_at_most_eighteen_forward_passes():
     model = nn.Sequential(nn.Linear(8,16), Detour(), nn.ReLU(), nn.Linear(16,1))
     learn = learner(model, n=30*16, cbs=Poison({2,7,11,15,20,27}, 'precision')).to_fp16_dynamic(on_spiral='warn')
     passes = Passes(learn.model)
     fit(learn, 1)
-    assert learn.mixed_precision.n_skipped==6 and passes.n-30<=12
+    assert learn.mixed_precision.n_skipped==6 and passes.n-30<=18
 
-def test_bad_batches_are_looked_into_less_and_less_often():
+def test_three_bad_batches_are_diagnosed():
     "Every other one of two hundred is bad: next to one run each, and a handful of reports"
     learn = learner(n=200*16, cbs=Poison(set(range(0, 200, 2)), 'forward')).to_fp16_dynamic()
     passes = Passes(learn.model)
@@ -346,6 +346,13 @@ def test_patience_ends_the_fit_and_says_so(patience):
 def test_bad_batches_with_good_ones_between_do_not_end_the_fit():
     learn = fit(learner(n=30*16, cbs=Poison(set(range(30))-set(range(2, 30, 3)), 'backward')).to_fp16_dynamic(), 1)
     assert len(learn.mixed_precision.history)==30 and learn.mixed_precision.n_skipped==20
+
+def test_skipped_steps_that_lower_the_loss_scale_do_not_end_the_fit():
+    "Those at a scale that stays do, as batches that are infinite in any precision"
+    mp = fit(learner(n=20*16).to_fp16_dynamic(init_scale=2.**24, rerun=False, patience=1), 1).mixed_precision
+    assert len(mp.history)==20 and mp.n_skipped>3
+    learn = learner(n=20*16, cbs=Poison(set(range(12, 20)), 'forward')).to_fp16_dynamic(init_scale=2.**24, rerun=False, patience=2)
+    assert len(fit(learn, 1).mixed_precision.history)==14
 
 def test_the_steps_of_accumulated_batches_are_counted_as_such():
     learn = learner(n=20*16, cbs=[GradientAccumulation(32), Poison(set(range(8, 20)), 'backward')]).to_fp16_dynamic()
@@ -732,9 +739,9 @@ def by_scaler(learn):
 @backward_by
 def by_scaler_of_containers(learn):
     "`scale` takes them at any depth"
-    scaler,losses = getattr(learn, 'scaler', None),[{'loss': learn.loss_grad/2}, (learn.loss_grad/2,)]
-    first,(second,) = scaler.scale(losses) if scaler else losses
-    (first['loss']+second).backward()
+    scaler,losses = getattr(learn, 'scaler', None),[[learn.loss_grad/2], (learn.loss_grad/2,)]
+    (first,),(second,) = scaler.scale(losses) if scaler else losses
+    (first+second).backward()
     if scaler: scaler.unscale_(learn.opt)
 @backward_by
 def in_parts(learn):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from fastai.basics import default_device,nn
 from fastai.text.models.awdlstm import WeightDropout
 from fastai_amp16.precision.comparable import comparable,true_fp32
-from fastai_amp16.diagnosis.compare import deviation
+from fastai_amp16.diagnosis.deviation import deviation
 from fastai_amp16.precision.plan import half_forward
 from fastai_amp16.util.torch_private import knows_bf16
 from fastai_amp16.precision.recurrent import _without_warning as without_warning

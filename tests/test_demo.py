@@ -24,14 +24,21 @@ def told(tmp_path_factory):
 
 def test_command_prints_one_table(told):
     header,*rows = told[0].split('\n\n')[1].splitlines()
-    assert header.split()==['data','precision','accuracy','skipped','reruns','loss','scale','seconds']
-    assert len({*map(len, [header, *rows])})==1 and [(r[:12].strip(),r[12:33].strip()) for r in rows]==[
+    assert header.split()==['data','precision','accuracy','epochs','skipped','reruns','loss','scale','seconds']
+    assert len({*map(len, [header, *rows])})==1 and [(r[:11].strip(),r[11:31].strip()) for r in rows]==[
         (data,o) for data,ways in trainings.items() for o in ways]
-    skipped = [r.split()[-4] for r in rows]
-    assert skipped[:5]==['0']*5 and skipped[5]==skipped[6]!='0' and skipped[7]=='0'
+    assert [r.split()[-4] for r in rows]==[*'00000','22','0']
+
+def test_a_hopeless_training_ends_after_its_first_epoch():
+    "torch's scale halves at each of its steps, and all of them are skipped"
+    learn,row = train('raw counts', 'fp16, dynamic scale', epochs=3)
+    assert (row['epochs'],row['skipped'],row['loss scale'])==(1,22,2.**-5) and learn.mixed_precision.history.skipped.all()
+
+def test_command_says_which_training_ended_early(told):
+    assert 'fp16, dynamic scale on raw counts: all 22 steps' in told[0].split('\n\n')[2]
 
 def test_command_prints_a_sentence_per_finding(told):
-    findings = told[0].split('\n\n')[2].splitlines()[1:]
+    findings = told[0].split('\n\n')[3].splitlines()[1:]
     assert findings[0].startswith('- stem.0 (Conv2d) gives numbers up to') and all(o[:2] in ('- ','  ') for o in findings)
     assert max(map(len, told[0].splitlines()[:-1]))<=80
 

@@ -101,7 +101,10 @@ def named(o): return o if isinstance(o, str) else ''
 
 @pytest.mark.parametrize('name,o', [(n,o) for n,o in functions() if callable(o) and not isinstance(o, partial)], ids=named)
 def test_parameters_are_explained(name, o):
-    assert not [k for k,v in docments(o).items() if not v and k not in ('self','cls','return','args','kwargs')]
+    "Those of a base class are explained there"
+    bases = getattr(o, '__mro__', (o,object))[1:-1]
+    there = {k for base in bases if is_dataclass(base) for k,v in docments(base).items() if v}
+    assert not [k for k,v in docments(o).items() if not v and k not in {'self','cls','return','args','kwargs',*there}]
 
 @pytest.mark.parametrize('name,o', [*functions(), *((n,o) for n,o in public() if isinstance(o, type))], ids=named)
 def test_docstrings(name, o): assert o.__doc__ and o.__doc__!=partial.__doc__ or getattr(o, '__name__', '')=='__init__'
@@ -186,7 +189,7 @@ def check_search(index):
     boosts = {o['location'].split('#')[0]: o['boost'] for o in entries}
     assert not any(o.startswith('source/') for o in boosts)
     assert boosts['tutorials/epsilon.html']>boosts['train/scaler.html']>boosts['util/nested.html']
-    assert not any('def _in_half' in o['words'] for o in entries if o['location'].startswith('precision/plan'))
+    assert not any('def _norm_role' in o['words'] for o in entries if o['location'].startswith('precision/plan'))
     assert index['config']['fields']['title']['boost']<100 # else a word in a title beats any number of words in a text
 
 def test_site(tmp_path):

@@ -6,9 +6,9 @@ from fastai.basics import Callback,DataLoader,DataLoaders,Learner,nn,partial,set
 from fastai.callback.training import GradientAccumulation
 from fastai.layers import SigmoidRange
 from torch.utils.checkpoint import checkpoint
-from fastai_amp16.diagnosis import diagnose
+from fastai_amp16.diagnosis import diagnose,verdict
 from fastai_amp16.all import AdamW16
-from fastai_amp16.exam import training_case
+from fastai_amp16.ask import training_case
 import hostile
 from hostile import bad_samples,hopeless,plain_fp16,zoo
 from common import (Called,Detour,Do,Poison,between,clean,fit,learner,masked_fill,mse,not_as_cuda,plain_mlp,small_root,times_and_back,
@@ -286,7 +286,7 @@ def test_checkpoints_of_both_kinds_heal_alike(f):
         mp = learn.mixed_precision
         assert all_taken(learn) and len(mp.history)==8
         losses = [o.item() for o in learn.recorder.losses]
-        return mp.promoted,[r.told for r in mp.reports],mp.history.reruns.tolist(),mp.scaler.get_scale(),losses
+        return mp.promoted,[r.warning for r in mp.reports],mp.history.reruns.tolist(),mp.scaler.get_scale(),losses
     plain = run(lambda b, x: b(x))
     assert plain[0]==['blocks.1.1','blocks.3.1']
     for reentrant in (True,False): assert run(partial(checkpoint, use_reentrant=reentrant))==plain
@@ -344,11 +344,11 @@ def test_a_batch_that_fp32_cannot_run_tries_lower_scales():
     mp = learn.mixed_precision
     assert mp.history.skipped.tolist()==[i==2 for i in range(8)] and mp.history.reruns[3]>0 and mp.scaler.get_scale()<2**16
 
-@pytest.mark.parametrize('name', ['_table','heal','faults','_said'])
-def test_a_diagnosis_that_fails_does_not_lose_the_batch_and_says_why(name, monkeypatch):
+@pytest.mark.parametrize('module,name', [(diagnose,'_table'), (verdict,'least_in_fp32'), (verdict,'faults'), (diagnose,'in_report')])
+def test_a_diagnosis_that_fails_does_not_lose_the_batch_and_says_why(module, name, monkeypatch):
     def broken(*args, **kwargs): raise IndexError('tuple index out of range')
     def make(): return learner(between(Do(times_and_back)))
-    monkeypatch.setattr(diagnose, name, broken)
+    monkeypatch.setattr(module, name, broken)
     learn,msgs = said(make)
     assert all_taken(learn) and len(learn.mixed_precision.history)==8 and learn.mixed_precision.reports==[]
     assert msgs==["A batch went wrong in fp16, and its diagnosis failed: it raises IndexError (tuple index out of range). "

@@ -3,7 +3,7 @@ import math,warnings
 import matplotlib.pyplot as plt
 import pytest
 from fastai_amp16.all import GradNorm,GradientNormClip,LossScale,SkippedSteps
-from fastai_amp16.train.history import History,fp32_first,plot_history
+from fastai_amp16.train.history import History,plot_history
 from common import Poison,fit,learner
 
 def test_steps_are_counted():
@@ -16,9 +16,13 @@ def test_steps_are_counted():
     assert df.step.tolist()==[*range(5)] and df.skipped.dtype==bool
     assert df.reruns.tolist()==[5,0,1,0,2] and len(History().frame())==0 and History().frame().skipped.dtype==bool
 
-def test_what_was_in_vain_is_looked_into_less_and_less_often():
-    "The 1st, 8th, 64th and 512th bad batch in a row at once, the others when fp32 can hold them"
-    assert [n+1 for n in range(600) if not fp32_first(n)]==[1,8,64,512]
+def test_fp32_comes_first_after_three_diagnoses_that_found_nothing():
+    "Until one helps"
+    log = History()
+    def diagnosed(helped):
+        log.add_diagnosis(helped)
+        return log.fp32_first
+    assert [diagnosed(o) for o in (False,False,True,False,False,False,False,True,False)]==[False]*5+[True]*2+[False]*2
 
 def metrics(): return [LossScale(), SkippedSteps(), GradNorm()]
 

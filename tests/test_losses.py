@@ -6,7 +6,8 @@ import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import DataLoader,DataLoaders,Learner,MSELossFlat,default_device,nn,set_seed
 from fastai_amp16.all import DynamicMixedPrecision
-from fastai_amp16.diagnosis.compare import are_wrong,loss_change
+from fastai_amp16.diagnosis.compare import are_wrong
+from fastai_amp16.diagnosis.deviation import loss_change
 from common import both,clean,fit
 
 def learner(ts, model, loss_func, n_inp=1, bs=32, **kwargs):
@@ -179,7 +180,7 @@ def test_arithmetic_of_the_models_own_code_is_named(to, dtype):
         return learner((s[:,:16], s[:,16:]), Denormalizes(), MSELossFlat())
     fp32,learn = beside(make, half(to), 6)
     mp = learn.mixed_precision
-    assert mp.promoted==['.'] and 'the code of the model' in mp.reports[0].told and 'identified' not in mp.reports[0].told
+    assert mp.promoted==['.'] and 'the code of the model' in mp.reports[0].warning and 'identified' not in mp.reports[0].warning
     assert float(valid(learn))==pytest.approx(float(valid(fp32)), rel=0.1)
 
 # %% state, and what is called how often
@@ -201,7 +202,7 @@ def test_a_count_that_stops_goes_on():
         return learner((x, x[:,:1]), Gate(), MSELossFlat())
     fp32,learn = beside(make, Learner.to_bf16_dynamic, 12)
     mp = learn.mixed_precision
-    assert mp.promoted==['.'] and 'The change of `n`' in mp.reports[0].told and mp.reports[0].sentence.count('identified')==0
+    assert mp.promoted==['.'] and 'The change of `n`' in mp.reports[0].warning and mp.reports[0].sentence.count('identified')==0
     assert fp32.model.n==322 and learn.model.n==322-9 and learn.model.n.dtype==torch.float32 # it stood from step 7 to 15
 
 class Remembers(nn.Module):

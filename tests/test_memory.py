@@ -4,7 +4,7 @@ from fastai.basics import (Callback,CancelFitException,CrossEntropyLossFlat,Data
                            partial,set_seed)
 import fastai_amp16.all # noqa: F401
 from fastai_amp16.diagnosis import record
-from fastai_amp16.diagnosis.compare import deviation,loss_change
+from fastai_amp16.diagnosis.deviation import deviation,loss_change
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -109,7 +109,7 @@ def test_where_there_is_room_for_the_batch_alone_nothing_is_compared(to, dtype, 
 def too_small(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
 
 @both
-@pytest.mark.parametrize('where', ['deviation','loss_change','_are_meant','rounded','lost','sampled','AllNoted'])
+@pytest.mark.parametrize('where', ['deviation','loss_change','_same_infinities','rounded','lost','sampled','AllNoted'])
 def test_wherever_memory_is_too_small(where, to, dtype, monkeypatch, recwarn):
     "In what differs, the loss on predictions, a control or the notes: the fit ends as without the comparison"
     def level(): return nn.Sequential(Words(), Level())
@@ -132,10 +132,10 @@ def test_wherever_memory_is_too_small(where, to, dtype, monkeypatch, recwarn):
 @pytest.mark.parametrize('dtype', [torch.float32,torch.float16], ids=['fp32','fp16'])
 def test_a_diagnosis_without_memory_blames_nothing(dtype, monkeypatch):
     "In either of its runs; what is said of an overflow is that memory was too small to look into it"
-    def sample(t, of=record._sample):
+    def sample(t, of=record.sample):
         if t.dtype==dtype: raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
         return of(t)
-    monkeypatch.setattr(record, '_sample', sample)
+    monkeypatch.setattr(record, 'sample', sample)
     learn = small_learner(between(Do(times_and_back))).to_fp16_dynamic()
     with pytest.warns(UserWarning, match='not enough memory'): fit(learn, 1)
     mp = learn.mixed_precision

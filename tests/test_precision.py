@@ -9,7 +9,8 @@ from fastcore.foundation import L
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from fastai_amp16.precision.plan import PrecisionPlan,find_modules,half_forward,is_norm,norm_types,register_norm
+from fastai_amp16.precision.names import find_modules
+from fastai_amp16.precision.plan import PrecisionPlan,half_forward,is_norm,norm_types,register_norm
 from common import not_as_cuda
 
 pytestmark = pytest.mark.cpu_only("beside that one's autocast")

@@ -5,12 +5,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState,powerSGD_hook
-from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from fastai_amp16.train import ranks as ranks_module
 from fastai_amp16.train.grads import read_all
-from fastai_amp16.train.ranks import NeedsOthers,RankFailed,Ranks
+from fastai_amp16.train.ranks import RankFailed,Ranks
 from processes import Processes
 
 pytestmark = pytest.mark.cpu_only('processes over gloo')
@@ -66,8 +66,8 @@ def test_alone_there_is_one_rank():
     ranks = Ranks(nn.Linear(1,1))
     assert (ranks.ddp,ranks.group,ranks.size,ranks.rank)==(None,None,1,0) and ranks.gather(ranks)==[ranks]
     with ranks.no_sync(): nothing_left()
-    assert ranks.some(1) and not ranks.some([]) and ranks.every('yes') and not ranks.every(None)
-    ranks.end_pass()
+    assert ranks.any(1) and not ranks.any([]) and ranks.all('yes') and not ranks.all(None)
+    assert ranks.all_raise()
 
 @pytest.mark.parametrize('wrap', [lambda m: m, nn.DataParallel, torch.compile], ids=['ddp','data parallel','compiled'])
 def test_the_group_is_found_in_wrappers(one, wrap):
@@ -91,7 +91,7 @@ def test_numbers_and_objects_of_two_ranks(pair): pair(_reads)
 
 def _decides(rank):
     ranks = Ranks(DistributedDataParallel(nn.Linear(2,1)))
-    assert ranks.some(rank) and not ranks.every(rank) and not ranks.some(0) and ranks.every(2.)
+    assert ranks.any(rank) and not ranks.all(rank) and not ranks.any(0) and ranks.all(2.)
 
 def test_a_yes_or_no_is_the_same_on_both_ranks(pair): pair(_decides)
 
@@ -100,7 +100,7 @@ def _fails(rank, which):
     ranks = Ranks(DistributedDataParallel(nn.Linear(2,1)))
     if rank in which: ranks.fail('raises KeyError (now)')
     else:
-        with pytest.raises(RankFailed, match=r'^Rank 1 raises KeyError \(now\)$'): ranks.every(True)
+        with pytest.raises(RankFailed, match=r'^Rank 1 raises KeyError \(now\)$'): ranks.all(True)
     assert ranks.gather(rank)==[0,1]
 
 @pytest.mark.parametrize('which', [[1],[0,1]])
@@ -202,73 +202,21 @@ def _forgets(rank):
 
 def test_compression_forgets_what_was_not_used(pair): pair(_forgets)
 
-# A rank that raises alone
+# A rank that raises
 
-class Sometimes(nn.Module):
-    "Raises in the calls whose numbers are in `at`; may need the other rank"
-    def __init__(self, gathers=False): super().__init__(); self.lin,self.at,self.n,self.gathers = model(),(),0,gathers
-    def forward(self, x):
-        if self.gathers: x = x+0*sum(all_gather(x))
-        res = self.lin(x)
-        self.n += 1
-        if self.n-1 in self.at: raise Boom
-        return res
+def _raises_alone(rank, which):
+    "Twice: what the first time has left in the store does not count"
+    ranks_module._patience = 1
+    group = Ranks(DistributedDataParallel(nn.Linear(2,1)))
+    for _ in range(2):
+        if rank in which: assert not group.all_raise()
+        dist.barrier()
 
-def _catches_up(rank, kwargs, calls, at):
-    "Rank 1 raises in a call of the model in the second step: the other gets its gradients, and the next steps are ordinary ones"
-    def train(at):
-        ddp = DistributedDataParallel(Sometimes(), **kwargs)
-        ranks,opt = Ranks(ddp),torch.optim.SGD(ddp.parameters(), 0.1)
-        torch.manual_seed(rank)
-        for i in range(4):
-            x,net = torch.randn(4,8),ddp.module
-            def run(x=x): sum(ddp(x*(1+k)).square().sum() for k in range(calls)).backward()
-            opt.zero_grad()
-            net.at = at if rank and i==1 else ()
-            net.n,buffers = 0,[b.clone() for b in net.buffers()]
-            try: run()
-            except Boom:
-                for b,v in zip(net.buffers(), buffers): b.data.copy_(v)
-                made,net.n,net.at = net.n,0,()
-                with ranks.catching_up(made):
-                    run()
-                    assert ranks.read([1])==[2.] # which ends it
-                    assert not ranks.catches_up
-            else:
-                if i==1 and at: ranks.read([1])
-            opt.step()
-        assert not ddp._forward_pre_hooks
-        nothing_left()
-        return [p.detach() for p in net.parameters()]
-    for a,b in zip(train(at), train(())): torch.testing.assert_close(a, b)
+def _all_raise(rank):
+    group = Ranks(DistributedDataParallel(nn.Linear(2,1)))
+    for _ in range(3): assert group.all_raise()
 
-@pytest.mark.parametrize('setting', ['plain','unused','static','views'])
-def test_the_others_get_the_gradients_of_a_rank_that_raised(pair, setting): pair(_catches_up, settings[setting], 1, (0,))
+@pytest.mark.parametrize('which', [[0],[1]])
+def test_a_rank_that_raises_alone_finds_out(pair, which): pair(_raises_alone, which)
 
-def test_a_rank_that_raised_in_its_second_call(pair): pair(_catches_up, dict(broadcast_buffers=False), 2, (1,))
-
-def _needs_others(rank):
-    "An error instead of a wait: nothing is sent"
-    ddp = DistributedDataParallel(Sometimes(gathers=True))
-    ranks,x = Ranks(ddp),torch.ones(4,8)
-    ddp(x).sum().backward()
-    if rank:
-        with ranks.catching_up(1), pytest.raises(NeedsOthers, match='Half precision raised on rank 1 alone.*needs the other ranks'): ddp(x)
-    assert ranks.read([1])==[2.]
-
-def test_a_collective_of_its_own_is_an_error_for_a_rank_that_catches_up(pair): pair(_needs_others)
-
-def _raises_without_gradients(rank):
-    "As in a validation: the next forward pass sends buffers as it would have"
-    ddp = DistributedDataParallel(Sometimes())
-    ranks,x = Ranks(ddp),torch.ones(4,8)+rank
-    ddp(x).sum().backward()
-    ddp.module.n,ddp.module.at = 0,(0,) if rank else ()
-    with torch.no_grad():
-        try: ddp(x)
-        except Boom: ranks.end_pass()
-        ddp(x)
-    assert not ddp.require_forward_param_sync
-    for _ in range(2): ddp(x).sum().backward()
-
-def test_a_rank_that_raises_without_gradients(pair): pair(_raises_without_gradients)
+def test_ranks_that_all_raise_find_out(pair): pair(_all_raise)

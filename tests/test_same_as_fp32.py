@@ -366,7 +366,8 @@ def test_with_everything_in_fp32_a_program_ends_as_without_us(name, to, in_fp32,
 
 # the first never takes a step; a batch in which the second's other optimizer has written to weights cannot run again, as documented; and
 # test_faults.py has the Cancel exceptions; optimizers differ in no other way
-again = [o for o in programs if o not in ('accumulated more','two_optimizers') and not o.startswith(('Cancel','optimizer'))]
+# and the pass that makes a lazy module is not put back
+again = [o for o in programs if o not in ('accumulated more','two_optimizers','lazy') and not o.startswith(('Cancel','optimizer'))]
 
 @pytest.mark.parametrize('name', again)
 def test_where_batches_run_again_a_program_takes_fp32s_way(name, in_fp32, tmp_path):

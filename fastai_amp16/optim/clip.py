@@ -17,10 +17,10 @@ from ..train.scaler import require
 class GradientNormClip(Callback):
     """Clip gradients by their global norm: if it is above `max_norm`, multiply all gradients by `max_norm/norm`
 
-    The norm is one number for all parameter groups together. It is computed in fp32 from the true gradients: with `to_fp16_dynamic` and
-    with fastai's `to_fp16`, this callback runs after they are divided by the loss scale. Clipping by norm keeps the direction of the
-    step, while clipping by value (`torch.nn.utils.clip_grad_value_`) changes it. Raises `ValueError` if `max_norm` or `norm_type` is not
-    above 0.
+    The norm is one number for all parameter groups together. It is computed in fp32 from the true gradients: with
+    `to_fp16_dynamic` and with fastai's `to_fp16`, this callback runs after they are divided by the loss scale. Clipping
+    by norm keeps the direction of the step, while clipping by value (`torch.nn.utils.clip_grad_value_`) changes it.
+    Raises `ValueError` if `max_norm` or `norm_type` is not above 0.
 
     Source: Pascanu et al., On the difficulty of training Recurrent Neural Networks (https://arxiv.org/abs/1211.5063)"""
     order = GradientClip.order
@@ -43,13 +43,17 @@ class GradientNormClip(Callback):
         norm = None if self._knows is None else self._knows.step_norm
         if norm is None or norm>self.max_norm:
             params = grad_params(self.opt)
-            if norm is not None: # the same factor as below, rounded as there
-                scale_grads([p.grad for p in params], float(np.float32(1)/(np.float32(norm)+np.float32(1e-6))*np.float32(self.max_norm)))
+            if norm is not None: scale_grads([p.grad for p in params], self._factor(norm))
             else:
                 grads = grad_values(params)
                 norm = total_norm(grads) if self.norm_type==2 else get_total_norm(grads, self.norm_type)
                 clip_grads_with_norm_(params, self.max_norm, norm)
         self._norms.append(norm)
+
+    def _factor(self, norm):
+        "The factor of `clip_grads_with_norm_`, rounded as there"
+        one,norm,max_norm,eps = [np.float32(o) for o in (1,norm,self.max_norm,1e-6)]
+        return float(one/(norm+eps)*max_norm)
 
     def after_train(self): self._fetch()
     def _fetch(self): self._norms[:] = read_all(self._norms)

@@ -14,40 +14,56 @@ from ..util.torch_private import fused_adam,fused_adamw
 # %% ../../nbs/optim/00_optimizer.ipynb #aaef8d73
 def _like(p, t):
     "`t` where `p` is, with its strides, or with dense strides if `p` is a view with gaps; copied only if needed"
-    return t if t.stride()==p.stride() and t.device==p.device else torch.empty_like(p).copy_(t)
+    if t.stride()==p.stride() and t.device==p.device: return t
+    return torch.empty_like(p).copy_(t)
 
 class FusedAdam(Optimizer):
-    """fastai's `Adam` (AdamW with `decouple_wd=True`), computed by torch's fused kernel: a few multi-tensor calls per step
+    """fastai's `Adam` (AdamW with `decouple_wd=True`), by torch's fused kernel: a few multi-tensor calls per step
 
-    It has the hyper-parameters and the state of fastai's `Adam` (`grad_avg` and `sqr_avg` in the shape of the parameter, `step` as an
-    `int`), so you can load a checkpoint of one into the other. Parameters with `do_wd=False` in their state are not decayed
-    (`wd_bn_bias=False` sets that), parameters that do not require a gradient do not change, and `zero_grad` sets gradients to `None`.
+    It has the hyper-parameters and the state of fastai's `Adam` (`grad_avg` and `sqr_avg` in the shape of the
+    parameter, `step` as an `int`), so you can load a checkpoint of one into the other. Parameters with `do_wd=False` in
+    their state are not decayed (`wd_bn_bias=False` sets that), parameters that do not require a gradient do not change,
+    and `zero_grad` sets gradients to `None`. Raises `TypeError` for complex parameters.
 
-    Sources: Kingma and Ba, Adam (https://arxiv.org/abs/1412.6980); Loshchilov and Hutter, Decoupled Weight Decay Regularization
-    (https://arxiv.org/abs/1711.05101)."""
+    Sources: Kingma and Ba, Adam (https://arxiv.org/abs/1412.6980); Loshchilov and Hutter, Decoupled Weight Decay
+    Regularization (https://arxiv.org/abs/1711.05101)."""
     def __init__(self,
         params:Tensor|Iterable, # Model parameters, or a list of groups of them
         lr:float|slice, # Default learning rate
         mom:float=0.9, # Gradient moving average (β1) coefficient
         sqr_mom:float=0.99, # Gradient squared moving average (β2) coefficient
-        eps:float=1e-5, # Added to the root of the average squared gradient; the default is fastai's, and `AdamW16` sets 1e-4
+        eps:float=1e-5, # Added to the root of the average squared gradient; fastai's default, and `AdamW16` sets 1e-4
         wd:Real=0.01, # Optional weight decay (true or L2)
         decouple_wd:bool=True # Apply true weight decay (AdamW) or L2 regularization (Adam)
     ):
         super().__init__(params, [], lr=lr, mom=mom, sqr_mom=sqr_mom, eps=eps, wd=wd)
         self.decouple_wd = decouple_wd
+        if any(p.is_complex() for p in self.param_lists.concat()):
+            raise TypeError("FusedAdam takes no complex parameters: "
+                            "use fastai's Adam, for example opt_func=partial(Adam, eps=1e-4).")
 
     def zero_grad(self):
         "Set all gradients to `None`, so that parameters without a new gradient are not updated"
         for pg in self.param_lists:
             for p in pg: p.grad = None
 
-    def _laid_out(self, p, state):
-        "The tensors in the layout that the kernel needs: without gaps, all with the strides of `p`, complex numbers as pairs of reals"
+    def _next_state(self, p):
+        "The state of `p`, with the count of this step"
+        state = self.state[p]
+        if 'step' not in state:
+            averages = {k: torch.zeros_like(p) for k in ('grad_avg','sqr_avg')}
+            state.update(step=0, **averages)
+        state['step'] += 1
+        return state
+
+    def _tensors(self, p, state):
+        "Parameter, gradient and averages as the kernel needs them: without gaps, all with the same strides"
+        g,avg,sqr = p.grad,state['grad_avg'],state['sqr_avg']
+        is_here = avg.device==p.device # a checkpoint may have been loaded onto the CPU
+        if is_here and p.stride()==g.stride()==avg.stride()==sqr.stride(): return p,g,avg,sqr
         for k in ('grad_avg','sqr_avg'): state[k] = _like(p, state[k]) # `p` may have become channels_last
-        dense = _like(state['grad_avg'], p)
-        ts = dense,_like(dense, p.grad),state['grad_avg'],state['sqr_avg']
-        return dense,[torch.view_as_real(t) for t in ts] if p.is_complex() else ts
+        avg,sqr = state['grad_avg'],state['sqr_avg']
+        return _like(avg, p),_like(avg, g),avg,sqr
 
     @torch.no_grad()
     def step(self,
@@ -55,47 +71,48 @@ class FusedAdam(Optimizer):
     ):
         "Update every parameter that requires and has a gradient"
         if closure is not None: raise NotImplementedError("fastai optimizers currently do not support closure")
-        calls,views = defaultdict(list),[]
+        calls,copies = defaultdict(list),[] # by all that is the same in a call of the kernel
         for pg,hyper in zip(self.param_lists, self.hypers):
-            hypers,wd = tuple(float(hyper[k]) for k in ('lr','mom','sqr_mom','eps')),float(hyper['wd'])
+            lr,mom,sqr_mom,eps,wd = [float(hyper[k]) for k in ('lr','mom','sqr_mom','eps','wd')]
             for p in pg:
-                if (g:=p.grad) is None or not p.requires_grad: continue
-                state = self.state[p]
-                if 'step' not in state: state.update(step=0, grad_avg=torch.zeros_like(p), sqr_avg=torch.zeros_like(p))
-                state['step'] += 1
-                ts = p,g,state['grad_avg'],state['sqr_avg']
-                elsewhere = ts[2].device!=p.device # a checkpoint that was loaded onto the CPU
-                if elsewhere or p.is_complex() or not p.stride()==g.stride()==ts[2].stride()==ts[3].stride():
-                    dense,ts = self._laid_out(p, state)
-                    if dense is not p: views.append((p, dense))
-                calls[hypers, wd if state.get('do_wd', True) else 0., state['step'], p.device, p.dtype].append(ts)
-        fused = partial(fused_adamw if self.decouple_wd else fused_adam, amsgrad=False, maximize=False)
-        for ((lr,mom,sqr_mom,eps),wd,n,device,_),tensors in calls.items():
-            steps = [torch.full((), n, dtype=torch.float32, device=device)]*len(tensors)
-            fused(*map(list, zip(*tensors)), [], steps, lr=lr, beta1=mom, beta2=sqr_mom, weight_decay=wd, eps=eps)
-        for p,dense in views: p.copy_(dense)
+                if p.grad is None or not p.requires_grad: continue
+                state = self._next_state(p)
+                ts = self._tensors(p, state)
+                if ts[0] is not p: copies.append((p, ts[0]))
+                decay = wd if state.get('do_wd', True) else 0.
+                same = lr,mom,sqr_mom,eps,decay,state['step'],p.device,p.dtype
+                calls[same].append(ts)
+        for (*hypers,n,device,_),tensors in calls.items():
+            count = torch.full((), n, dtype=torch.float32, device=device)
+            self._update(tensors, *hypers, count)
+        for p,updated in copies: p.copy_(updated)
+
+    def _update(self, tensors, lr, mom, sqr_mom, eps, wd, n):
+        "Take a step for parameters with the same hyper-parameters, which is the `n`th one for each"
+        fused = fused_adamw if self.decouple_wd else fused_adam
+        ps,grads,avgs,sqrs = map(list, zip(*tensors))
+        fused(ps, grads, avgs, sqrs, [], [n]*len(ps), lr=lr, beta1=mom, beta2=sqr_mom, weight_decay=wd, eps=eps,
+              amsgrad=False, maximize=False)
 
 # %% ../../nbs/optim/00_optimizer.ipynb #17f0fadc
-_eps = 1e-4
-
 class _Partial(partial):
     "A partial that pickles as one of fastai's own, so that an exported learner loads without this package"
     def __reduce__(self): return as_fastais(self).__reduce__()
     def __deepcopy__(self, memo): return self # as of a function
 
-def _partial(func, doc, **kwargs):
-    res = _Partial(func, **kwargs)
-    res.__doc__ = doc
+def _partial(func, doc=None, **kwargs):
+    res = _Partial(func, eps=1e-4, **kwargs)
+    res.__doc__ = doc or f"fastai's `{func.__name__}` with an eps of 1e-4"
     return res
 
-_adam = dict(mom=0.9, sqr_mom=0.99, eps=_eps, wd=0.01)
-AdamW16 = _partial(FusedAdam, "`FusedAdam` with true weight decay and an eps of 1e-4", **_adam)
-Adam16 = _partial(FusedAdam, "`FusedAdam` with L2 regularization and an eps of 1e-4", **_adam, decouple_wd=False)
-RAdam16 = _partial(RAdam, "fastai's `RAdam` with an eps of 1e-4", eps=_eps)
-Lamb16 = _partial(Lamb, "fastai's `Lamb` with an eps of 1e-4", eps=_eps)
-QHAdam16 = _partial(QHAdam, "fastai's `QHAdam` with an eps of 1e-4", eps=_eps)
-Larc16 = _partial(Larc, "fastai's `Larc` with an eps of 1e-4", eps=_eps)
-ranger16 = _partial(ranger, "fastai's `ranger` (`RAdam` with `Lookahead`) with an eps of 1e-4", eps=_eps)
+_adam = partial(_partial, FusedAdam, mom=0.9, sqr_mom=0.99, wd=0.01)
+AdamW16 = _adam("`FusedAdam` with true weight decay and an eps of 1e-4")
+Adam16 = _adam("`FusedAdam` with L2 regularization and an eps of 1e-4", decouple_wd=False)
+RAdam16 = _partial(RAdam)
+Lamb16 = _partial(Lamb)
+QHAdam16 = _partial(QHAdam)
+Larc16 = _partial(Larc)
+ranger16 = _partial(ranger, "fastai's `ranger` (`RAdam` with `Lookahead`) with an eps of 1e-4")
 
 @functools.wraps(RMSProp)
 def _rms_prop(params, lr, eps, **kwargs):
@@ -103,15 +120,20 @@ def _rms_prop(params, lr, eps, **kwargs):
     opt.set_hyper('eps', eps) # `RMSProp` has an argument `eps`, but ignores it
     return opt
 
-RMSProp16 = _partial(_rms_prop, "fastai's `RMSProp` with an eps of 1e-4", eps=_eps)
+RMSProp16 = _partial(_rms_prop)
+
+def _fastais_rms_prop(kwargs):
+    "As `_rms_prop`, of fastai's parts; it averages the gradient, which changes nothing for a `mom` of 0"
+    opt = _rms_prop([torch.zeros(1)], lr=0., **{'mom':1., **kwargs})
+    hypers = {**opt.hypers[0], 'lr':0., 'mom':kwargs.get('mom', 0.)}
+    return partial(Optimizer, cbs=list(opt.cbs), **hypers)
 
 def as_fastais(
-    opt_func:Callable # An optimizer of this package, a partial of one, or any other `opt_func`, which is returned as it is
+    opt_func:Callable # An optimizer of this package, a partial of one, or any other one, which is returned as it is
 ) -> Callable: # Without a name of this package
     "The same optimizer, made of fastai's own"
     f,kwargs = opt_func,{}
     while isinstance(f, partial): f,kwargs = f.func,{**f.keywords, **kwargs}
     if f is FusedAdam: return partial(Adam, **kwargs)
-    if f is not _rms_prop: return partial(f, **kwargs) if isinstance(opt_func, _Partial) else opt_func
-    opt = f([torch.zeros(1)], lr=0., **{'mom':1., **kwargs}) # averages the gradient, which changes nothing for a `mom` of 0
-    return partial(Optimizer, cbs=list(opt.cbs), **{**opt.hypers[0], 'lr':0., 'mom':kwargs.get('mom', 0.)})
+    if f is _rms_prop: return _fastais_rms_prop(kwargs)
+    return partial(f, **kwargs) if isinstance(opt_func, _Partial) else opt_func

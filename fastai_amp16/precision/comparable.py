@@ -18,12 +18,13 @@ from .recurrent import is_recurrent_with_dropout,layer_by_layer
 
 # %% ../../nbs/precision/01_comparable.ipynb #0f067267
 _aten = torch.ops.aten
-_draws = {_aten.native_dropout, _aten.bernoulli, _aten.bernoulli_, _aten.cauchy_, _aten.exponential_, _aten.geometric_, _aten.log_normal_,
-          _aten.multinomial, _aten.normal_, _aten.rand, _aten.rand_like, _aten.randn, _aten.randn_like, _aten.uniform_}
+_draws = {_aten.native_dropout, _aten.bernoulli, _aten.bernoulli_, _aten.cauchy_, _aten.exponential_, _aten.geometric_,
+          _aten.log_normal_, _aten.multinomial, _aten.normal_, _aten.rand, _aten.rand_like, _aten.randn,
+          _aten.randn_like, _aten.uniform_}
 
 def _as_drawn(t):
     "`t` in fp32, as if made just now: how a kernel of CUDA draws for it depends on dtype, strides and address"
-    if not isinstance(t, Tensor) or t.dtype not in (*half_types,torch.float32): return t
+    if getattr(t, 'dtype', None) not in (*half_types,torch.float32): return t
     return t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 class _DrawsInFp32(TorchDispatchMode):
@@ -33,7 +34,7 @@ class _DrawsInFp32(TorchDispatchMode):
         if func.overloadpacket not in _draws: return func(*args, **kwargs)
         dtype = kwargs.get('dtype') or getattr(args[0], 'dtype', None)
         is_half = dtype in half_types
-        if is_half and 'dtype' in kwargs: kwargs = {**kwargs, 'dtype':torch.float32}
+        if kwargs.get('dtype') in half_types: kwargs = {**kwargs, 'dtype':torch.float32}
         res = func(*map(_as_drawn, args), **kwargs)
         if is_half and func.overloadpacket in (_aten.rand,_aten.rand_like):
             res.clamp_(max=1-torch.finfo(dtype).eps/2) # these are smaller than 1, also when rounded
@@ -45,13 +46,14 @@ def _attention_dropout(func, args, kwargs):
     "The probability of dropout in a call of attention; 0 for other functions"
     def given(i): return kwargs.get('dropout_p', args[i] if len(args)>i else 0.)
     if func is F.scaled_dot_product_attention: return given(4)
-    return given(10) if func is F.multi_head_attention_forward and kwargs.get('training', True) else 0.
+    if func is not F.multi_head_attention_forward: return 0.
+    return given(10) if kwargs.get('training', True) else 0.
 
 class _DropoutByTorch(TorchFunctionMode):
     "Dropout that is part of a larger kernel is computed by itself"
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is Tensor.backward: # torch's own runs without modes, and in it activation checkpoints compute parts of the model again
+        if func is Tensor.backward: # in which activation checkpoints compute again; torch's own sees no modes
             with self: return backward_with_modes(*args, **kwargs)
         if is_recurrent_with_dropout(func, args): return layer_by_layer(func, args)
         in_steps = _attention_dropout(func, args, kwargs)>0

@@ -17,7 +17,8 @@ def grad_params(
     opt:Optimizer # With any number of parameter groups
 ) -> list: # Each parameter once, even if two groups share it
     "The parameters of `opt` that have a gradient"
-    return list({id(p): p for pg in opt.param_lists for p in pg if p.grad is not None}.values()) # tensors as keys take twice as long
+    by_id = {id(p): p for pg in opt.param_lists for p in pg if p.grad is not None} # tensors as keys take twice as long
+    return list(by_id.values())
 
 def grad_values(
     params:list # Parameters with gradients
@@ -40,27 +41,39 @@ def scale_grads(
     factor:float # Multiply by this
 ):
     "Multiply the gradients by `factor` in place, in one multi-tensor call"
-    plain = all(map(attrgetter('is_cpu'), grads)) and {*map(attrgetter('dtype'), grads)}=={torch.float32} # a tensor is four times as fast
-    multiply_all(grads, torch.tensor(factor, dtype=torch.float32, device='cpu') if plain else factor)
+    are_on_cpu = all(map(attrgetter('is_cpu'), grads))
+    if are_on_cpu and {*map(attrgetter('dtype'), grads)}=={torch.float32}: # there, a tensor is four times as fast
+        factor = torch.tensor(factor, dtype=torch.float32, device='cpu')
+    multiply_all(grads, factor)
 
 # %% ../../nbs/train/01_grads.ipynb #6b5879b2
 def read_all(
     os:list, # Numbers, and tensors of one number each
-    group=None # A group of processes that all call this; `None` for this process alone
+    group=None, # A group of processes that all call this; `None` for this process alone
+    device=None # Where the group sums numbers if there is no tensor among `os`
 ) -> list: # Numbers of this process, or sums over all processes of `group`
     """Read many numbers from the device at once
 
-    All tensors are copied to the device of the first one, in fp32 (or wider without a `group`), and read from there in one transfer. With a
-    `group`, an `all_reduce` of `len(os)` numbers adds them up, and at least one of `os` must be a tensor. If one rank has NaN or infinity,
-    all ranks read it."""
+    All tensors are copied to the device of the first one, in fp32 (or wider without a `group`), and read from
+    there in one transfer. With a `group`, an `all_reduce` of `len(os)` numbers adds them up. If one rank has NaN or
+    infinity, all ranks read it."""
     ts = [o for o in os if isinstance(o, Tensor)]
+    if group is not None: return _summed(os, ts[0].device if ts else device, group)
     if not ts: return list(os)
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in ts), torch.float32)
+    read = iter(_as_one(ts, ts[0].device, dtype).tolist())
+    return [next(read) if isinstance(o, Tensor) else o for o in os]
+
+def _summed(os, device, group):
     # fp16 could not hold a sum, and all ranks must send the same type, whatever they have
-    device,dtype = ts[0].device,torch.float32 if group else functools.reduce(torch.promote_types, (t.dtype for t in ts), torch.float32)
-    def number(o): return o.to(device, dtype).reshape(()) if isinstance(o, Tensor) else torch.full((), o, dtype=dtype, device=device)
-    with torch.no_grad(): flat = torch.stack([number(o) for o in (ts if group is None else os)])
-    if group is None:
-        read = iter(flat.tolist())
-        return [next(read) if isinstance(o, Tensor) else o for o in os]
+    flat = _as_one(os, device, torch.float32)
     torch.distributed.all_reduce(flat, group=group)
     return flat.tolist()
+
+@torch.no_grad()
+def _as_one(os, device, dtype):
+    "Numbers, and tensors of one number each, as one tensor"
+    def number(o):
+        if isinstance(o, Tensor): return o.to(device, dtype).reshape(())
+        return torch.full((), o, dtype=dtype, device=device)
+    return torch.stack([number(o) for o in os])

@@ -18,11 +18,13 @@ _changes_no_numbers = 'requires_grad_','detach_'
 _operators = '__setitem__',*(f'__i{o}__' for o in 'add sub mul truediv floordiv mod pow and or xor'.split())
 
 def _is_in_place(name):
-    return name in _operators or name.endswith('_') and not name.endswith('__') and name not in _changes_no_numbers
+    if name.endswith('__'): return name in _operators
+    return name.endswith('_') and name not in _changes_no_numbers
 
 def _storage(t):
     "The memory of a tensor, which its views share; `None` if it has none to compare"
-    return t.untyped_storage().data_ptr() if t.layout==torch.strided and not (t.is_meta or t.is_nested or is_lazy(t)) else None
+    if t.layout!=torch.strided or t.is_meta or t.is_nested or is_lazy(t): return None
+    return t.untyped_storage().data_ptr()
 
 class KeptWeights(TorchFunctionMode):
     "A context that copies each weight before something writes to it, so that it takes no memory if nothing does"
@@ -34,13 +36,16 @@ class KeptWeights(TorchFunctionMode):
         self.at.pop(None, None)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func==_sets_data: self.noted.setdefault(args[0], (args[0].data,None))
         elif _is_in_place(getattr(func, '__name__', '')): self._note(args[:1])
-        elif kwargs and 'out' in kwargs: self._note(kwargs['out'])
-        return func(*args, **(kwargs or {}))
+        elif 'out' in kwargs: self._note(kwargs['out'])
+        return func(*args, **kwargs)
 
     def _note(self, ts):
-        for p in [p for t in tensors(ts) for p in self.at.get(_storage(t), ())]: self.noted.setdefault(p, (p.data,p.detach().clone()))
+        for t in tensors(ts):
+            for p in self.at.get(_storage(t), ()):
+                if p not in self.noted: self.noted[p] = p.data,p.detach().clone()
 
     def put_back(self):
         "Restore the weights that were written to"
@@ -51,28 +56,29 @@ class KeptWeights(TorchFunctionMode):
 # %% ../../nbs/train/02_weights.ipynb #c4f2a6d1
 def _norm(p):
     "The norm of a weight of an ordinary kind, else `None`"
-    is_ordinary = type(p) is nn.Parameter and p.is_floating_point() and p.dtype.itemsize>1 and _storage(p) is not None
-    return torch.linalg.vector_norm(p.detach()) if is_ordinary else None
+    if type(p) is not nn.Parameter or _storage(p) is None: return None
+    if not p.is_floating_point() or p.dtype.itemsize==1: return None
+    return torch.linalg.vector_norm(p.detach())
 
 class FrozenWeights:
     "Frozen weights of a model, to which its forward pass may write"
     def __init__(self,
         params:list # Parameters
-    ):
-        self.versions,self.steps = {p: version(p) for p in params},0
+    ): self.versions,self.steps = {p: version(p) for p in params},0
 
     def written(self) -> list: # Of parameters
-        "Find those that were written to, when a step begins: by versions, and after two steps by norms, which waits for a GPU once"
+        "Find those that were written to, when a step begins: by versions, and after two steps by norms"
         self.steps += 1
-        if self.steps==1: self.norms = [*map(_norm, self.versions)]
+        if self.steps==1: self.norms = list(map(_norm, self.versions))
         if self.steps==3: # a copy stays equal in the first step, before what it follows has moved
-            self.versions.update({p: -1 for p,n in zip(self.versions, self.norms) if _norm(p)!=n})
+            changed = [p for p,n in zip(self.versions, self.norms) if _norm(p)!=n] # waits for a GPU, once
+            self.versions.update(dict.fromkeys(changed, -1))
         return [p for p,v in self.versions.items() if version(p)!=v]
 
-    def note(self):
-        "Return a function that gives them the data that they have now"
+    def note(self): # A function
+        "Note which data the weights have; what it returns gives them these data again"
         noted = [(p,p.data) for p in self.versions]
         def put_back():
             for p,data in noted:
-                if _storage(p)!=_storage(data): p.data = data # `KeptWeights` copies nothing of a weight whose data are set
+                if _storage(p)!=_storage(data): p.data = data # `KeptWeights` copies nothing where data are set
         return put_back
