@@ -3,7 +3,7 @@ import math
 import pytest,torch
 from fastai.basics import Callback,DataLoader,DataLoaders,Learner,SGD,nn,set_seed,store_attr,trainable_params
 from fastai_amp16.all import GradientNormClip
-from common import Poison
+from common import Poison,poisoned
 from fastais import fastais
 
 class Watch(Callback):

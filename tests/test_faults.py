@@ -182,7 +182,9 @@ def stopped(where, *at):
     return learn,stop
 
 @pytest.mark.filterwarnings('ignore:`mul` in detour')
-@pytest.mark.parametrize('where', [pytest.param('backward', marks=poisoned('backward')),'precision']) # a step that is skipped, one that is healed
+@pytest.mark.parametrize('where', [
+    pytest.param('backward', marks=poisoned('backward')), # a step that is skipped
+    'precision']) # one that is healed
 def test_ctrl_c_at_any_line_of_ours(where):
     "The next fit is what it would have been without the one that was stopped, bit for bit"
     new,_ = stopped(where)
@@ -235,7 +237,8 @@ def test_cancelled(ex, order):
         assert b.mixed_precision.n_skipped==b.mixed_precision.history.skipped.sum()==(event!='before_fit'), event
 
 @pytest.mark.parametrize('event,order,ex', [
-    pytest.param('before_step', 0, 'Step', marks=poisoned('forward')), pytest.param('before_backward', 99, 'Batch', marks=poisoned('forward')),
+    pytest.param('before_step', 0, 'Step', marks=poisoned('forward')),
+    pytest.param('before_backward', 99, 'Batch', marks=poisoned('forward')),
     ('after_backward',0,'Batch')])
 def test_cancelled_batches_say_nothing_about_the_next_step(event, order, ex):
     "A callback cancels each second batch, whose loss is NaN; all others are learned from"
