@@ -33,6 +33,10 @@ ours = ( # what pyproject.toml does with warnings comes before: here, since it i
     'error::fastai_amp16.all.PrecisionWarning', # a test expects its warnings by `pytest.warns`, the mark `warns`, or a filter
     'ignore:On a CPU, convolutions') # tests have tiny images
 
+# Files whose tests do not say yet which warnings they expect: theirs are printed, unless a filter at the test ignores them
+unread = 'as_cuda benchmarks comparable compile convergence demo fake_cuda gpu_benchmark memory programs'.split()
+shown = pytest.mark.filterwarnings('always::fastai_amp16.all.PrecisionWarning')
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
     "A test with the mark `warns` gives a warning that matches each of its arguments, and no other of ours"
@@ -57,6 +61,7 @@ def pytest_collection_modifyitems(items):
     if device=='cpu': del skipped['cpu_only']
     if asked=='cpu': del skipped['not_as_cuda']
     for o in items:
+        if o.path.stem.removeprefix('test_') in unread: o.add_marker(shown, append=False)
         for name,why in skipped.items():
             if mark := o.get_closest_marker(name): o.add_marker(pytest.mark.skip(reason=f'{why}: {mark.args[0]}'))
     items.sort(key=lambda o: (o.name.startswith('test_notebook'), '_callback' in o.name))
