@@ -126,6 +126,14 @@ class Poison(Callback):
     def before_backward(self):
         if self.i in self.steps and self.where=='backward': self.learn.loss_grad = self.learn.loss_grad*1e30
 
+said = {'forward':'The inputs of the batch are not finite', 'backward':'The gradients are too large for fp32 as well'}
+
+def poisoned(*wheres):
+    "A mark: the test gives the warnings of batches that `Poison` makes overflow there"
+    return pytest.mark.warns(*map(said.get, wheres))
+
+anywhere = pytest.mark.parametrize('where', [pytest.param(o, marks=poisoned(o)) for o in said])
+
 class Watch(Callback):
     "State before each batch and after it, and which events fired"
     order = 99

@@ -1,4 +1,5 @@
 import gc,os,warnings
+from contextlib import ExitStack
 import pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1') # threads that wait for a busy core spin, and a test takes many times as long
@@ -23,9 +24,30 @@ def prepare():
     settings.register_profile('repo', deadline=None, derandomize=True)
     settings.load_profile('repo')
 
-def pytest_collection(): prepare() # which the process that starts others for the tests does not do
+def pytest_collection(session):
+    prepare() # which the process that starts others for the tests does not do
+    if asked=='cpu':
+        for o in ours: session.config.addinivalue_line('filterwarnings', o)
+
+ours = ( # what pyproject.toml does with warnings comes before: here, since it imports the package
+    'error::fastai_amp16.all.PrecisionWarning', # a test expects its warnings by `pytest.warns`, the mark `warns`, or a filter
+    'ignore:On a CPU, convolutions') # tests have tiny images
+
+# Files whose tests do not say yet which warnings they expect: theirs are printed, unless a filter at the test ignores them
+unread = 'as_cuda benchmarks comparable compile convergence demo fake_cuda gpu_benchmark memory programs'.split()
+shown = pytest.mark.filterwarnings('always::fastai_amp16.all.PrecisionWarning')
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    "A test with the mark `warns` gives a warning that matches each of its arguments, and no other of ours"
+    from fastai_amp16.all import PrecisionWarning
+    with ExitStack() as expected:
+        for mark in pyfuncitem.iter_markers('warns'):
+            for o in mark.args: expected.enter_context(pytest.warns(PrecisionWarning, match=o))
+        return (yield)
 
 def pytest_configure(config):
+    config.addinivalue_line('markers', 'warns(*patterns): warnings of ours that the test must give')
     config.addinivalue_line('markers', 'cpu_only(reason): skipped under FASTAI_AMP16_DEVICE=cuda')
     config.addinivalue_line('markers', 'not_as_cuda(reason): skipped under FASTAI_AMP16_DEVICE=cuda and as_cuda, where CUDA does otherwise')
     if asked not in devices: raise pytest.UsageError(f"FASTAI_AMP16_DEVICE={asked}: it must be one of {', '.join(devices)}")
@@ -39,6 +61,7 @@ def pytest_collection_modifyitems(items):
     if device=='cpu': del skipped['cpu_only']
     if asked=='cpu': del skipped['not_as_cuda']
     for o in items:
+        if o.path.stem.removeprefix('test_') in unread: o.add_marker(shown, append=False)
         for name,why in skipped.items():
             if mark := o.get_closest_marker(name): o.add_marker(pytest.mark.skip(reason=f'{why}: {mark.args[0]}'))
     items.sort(key=lambda o: (o.name.startswith('test_notebook'), '_callback' in o.name))

@@ -39,6 +39,7 @@ def test_fine_tune_keeps_the_scale_and_frozen_layers():
     assert mp.history.reruns[4:].sum()==n-mp.history.reruns[0]==0 and mp.history.loss_scale.tolist()==[found]*12
     clean(learn)
 
+@pytest.mark.warns('`mul` in 1')
 def test_lr_find_gives_all_back_and_keeps_what_it_found(tmp_path):
     "Weights and optimizer are as before; the scale that fits, and what fp16 cannot hold, are known to the next fit"
     learn = learner(lambda: nn.Sequential(nn.Linear(8,8), Detour(), mlp()), n=128, path=tmp_path).to_fp16_dynamic(init_scale=2.**24)
@@ -335,7 +336,7 @@ class PoisonFirst(Callback):
     def before_backward(self):
         if self.train_iter==0: self.learn.loss_grad = self.learn.loss_grad*1e30
 
-@pytest.mark.parametrize('skip', [False, True], ids=['','first step skipped'])
+@pytest.mark.parametrize('skip', [False, pytest.param(True, marks=poisoned('backward'))], ids=['','first step skipped'])
 @pytest.mark.parametrize('name', list(opt_funcs))
 def test_optimizers_and_groups(name, skip):
     "Freeze, unfreeze, slices of learning rates, a new optimizer: as in fp32, where a first step that is skipped leaves nothing behind"
@@ -523,7 +524,7 @@ def test_fastais_merge_layers_kept_in_fp32(which):
     like_fp32(a, b)
 
 @pytest.mark.parametrize('clip', [GradientClip, GradientNormClip])
-@pytest.mark.parametrize('overflow', [(), {1}])
+@pytest.mark.parametrize('overflow', [(), pytest.param({1}, marks=poisoned('backward'))])
 def test_parameters_that_the_optimizer_does_not_hold(clip, overflow):
     "Their gradients are nobody's to zero; fastai's GradientClip takes them in"
     def split(m): return [list(m[3].parameters())]
@@ -534,6 +535,7 @@ def test_parameters_that_the_optimizer_does_not_hold(clip, overflow):
     assert b.mixed_precision.n_skipped==len(overflow) and all(v.isfinite().all() for v in state(b).values())
     assert not equal(weights(b)[4:], weights(learner())[4:])
 
+@pytest.mark.warns('The backward pass is not finite in fp32 either')
 def test_overflow_in_parameters_that_the_optimizer_does_not_hold():
     "It is an overflow as any other: GradientClip would spread it"
     learn = learner(mlp, shuffle=False, splitter=lambda m: [list(m[3].parameters())], cbs=GradientClip())
@@ -653,6 +655,7 @@ def test_recurrent_callbacks():
         assert all((h==0).all() for hc in b.model[0].hidden for h in hc) # reset after the fit
         clean(b)
 
+@poisoned('forward')
 def test_loggers(tmp_path, capsys):
     "CSVLogger and ShowGraphCallback, progress bars on: what the table shows is logged"
     learn = digits(Learner.to_fp16_dynamic, [CSVLogger(), ShowGraphCallback(), Poison({0}, 'forward')], path=tmp_path)
@@ -664,6 +667,7 @@ def test_loggers(tmp_path, capsys):
     assert log.train_loss.tolist()==pytest.approx([v[0] for v in learn.recorder.values], rel=1e-4) and log.train_loss.between(0, 10).all()
     assert learn.show_graph.nb_batches==[4,8]
 
+@poisoned('backward')
 def test_tensorboard(tmp_path):
     from fastai.callback.tensorboard import TensorBoardCallback
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -707,6 +711,7 @@ def large_batches(model):
 lr_models = {'regression':lambda: learner(n=512, bs=64), 'images':lambda: large_batches(conv_net), 'deep':lambda: large_batches(deep_net)}
 
 @pytest.mark.parametrize('name', list(lr_models))
+@poisoned('forward', 'backward')
 def test_lr_find_suggests_what_it_suggests_in_fp32(name, tmp_path):
     "Also where half precision overflows: until the scale is found, and in single batches"
     def suggest(to, *cbs):
@@ -791,6 +796,7 @@ def test_what_others_do_with_autocast_and_scaler(cbs, to, dtype):
     if hasattr(b, 'preallocates'): assert b.preallocates.dtypes==[dtype]
     clean(b)
 
+@poisoned('backward')
 def test_attributes_as_fastai_has_them():
     seen = []
     class See(Callback):

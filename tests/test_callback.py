@@ -125,6 +125,7 @@ class Count(TorchDispatchMode):
 @counts
 @pytest.mark.parametrize('to', ['to_fp16_dynamic','to_bf16_dynamic'])
 @pytest.mark.parametrize('cbs', [[], [GradientNormClip(0.1)]], ids=['','clip'])
+@poisoned('forward', 'backward')
 def test_one_host_read_a_step(to, cbs):
     "And no step but the 1st and the 16th, whose predictions are compared with fp32's, runs anything twice; nor after a skipped batch"
     def reads(to, *bad): return Count().of(getattr(learner(n=18*16, cbs=[*cbs, *bad]), to)())[1]

@@ -425,7 +425,9 @@ class Noisy(nn.Module):
         self.calls += 1
         return self.drop(self.bn(self.lin(x)))/1e9*1e9
 
-@pytest.mark.parametrize('to', [None,'to_fp16_dynamic','to_bf16_dynamic'])
+noisy = pytest.mark.warns('`div` in the code of the model itself')
+
+@pytest.mark.parametrize('to', [None,pytest.param('to_fp16_dynamic', marks=noisy),'to_bf16_dynamic'])
 @pytest.mark.parametrize('fitted', [False,True])
 def test_no_trace(to, fitted):
     def make():

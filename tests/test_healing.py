@@ -492,6 +492,7 @@ def test_what_lowered_the_scale_gives_it_back_when_it_is_mended():
     assert all_taken(learn) and mp.promoted and mp.history.index[mp.history.reruns>0].tolist()==[0]
     assert (mp.history.loss_scale==2.**16).all()
 
+@pytest.mark.warns('The batch is not finite in fp32 either')
 def test_what_nothing_heals():
     "A module that computes in half precision by itself"
     learn = learner(between(Do(lambda x: ((x*1e5).half()*1e-5).float()))).to_fp16_dynamic()

@@ -46,6 +46,7 @@ own = { # what the model returns, and what makes a loss of it
     'one number': (lambda l: l.mean(), lambda p, y: p)}
 
 @pytest.mark.parametrize('name', own)
+@pytest.mark.warns('`mul` in the code of the model itself')
 def test_a_loss_of_the_models_own_is_compared(name):
     "Nothing but its value shows that it is wrong"
     wrap,loss_func = own[name]
@@ -70,6 +71,7 @@ linear = {'critic': lambda p, y: -(p*y.sign()).mean(), 'L1': F.l1_loss, 'Huber':
 
 @both
 @pytest.mark.parametrize('name', linear)
+@pytest.mark.warns('`add` in the code of the model itself')
 def test_losses_with_constant_gradients(name, to, dtype):
     def make():
         x = torch.randn(256, 8)
@@ -143,6 +145,7 @@ class Boxes(nn.Module):
         move = self.b(self.a((x-320)/40).relu())
         return 1-iou(x.to(move)+move, y.to(move))
 
+@pytest.mark.warns('The code of the model itself')
 def test_what_is_wrong_in_all_samples_alike():
     "The overlap of boxes near 320, where bf16 has steps of 2"
     def make():
@@ -173,6 +176,7 @@ class Denormalizes(nn.Module):
         return h*std.to(h)+mean.to(h)
 
 @both
+@pytest.mark.warns('the code of the model')
 def test_arithmetic_of_the_models_own_code_is_named(to, dtype):
     def make():
         t = torch.arange(20)[None]+6*torch.rand(256, 1)
@@ -195,6 +199,7 @@ class Gate(nn.Module):
         if self.training: self.n = (self.n+1).to(h.dtype)
         return self.b(h)*(1+(self.n>300))
 
+@pytest.mark.warns('The change of `n`')
 def test_a_count_that_stops_goes_on():
     "At 256, the next number of bf16 is 258"
     def make():

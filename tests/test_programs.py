@@ -31,6 +31,7 @@ def own_check(x):
 
 @both
 @pytest.mark.parametrize('f,says', [(asserts,'AssertionError (wants floats)'), (by_dtype,'KeyError (torch.'), (own_check,'Unsuitable.')])
+@pytest.mark.warns('raises in')
 def test_what_the_model_raises_in_half_precision_alone_is_healed(f, says, to, dtype):
     mp = as_in_fp32(lambda: learner(between(Do(f))), to).mixed_precision
     assert mp.promoted==['1'] and says in mp.reports[0].sentence and len(mp.reports)==1
@@ -70,6 +71,7 @@ def test_what_a_metric_or_the_optimizer_raises_runs_no_batch_again(monkeypatch):
     with pytest.raises(ValueError, match='mine'): fit(other)
     assert not learn.mixed_precision.n_rerun and not other.mixed_precision.n_rerun
 
+@pytest.mark.warns('raises in')
 def test_a_hook_that_raises_is_named():
     def wants_floats(m, args, out): assert out.dtype==torch.float32
     def make():
@@ -91,6 +93,7 @@ class Nested(nn.Module):
 @pytest.mark.parametrize('model,hooked,before,kept', [
     (mlp,'3',True,'2'), (plain_mlp,'1',True,'0'), (Nested,'blocks.1.1',True,'blocks.1.0.1'), (Nested,'out',True,'.'),
     (Nested,'blocks.0',False,'blocks.0.1')])
+@pytest.mark.warns('raises in')
 def test_for_a_hook_that_raises_the_module_before_it_is_enough(model, hooked, before, kept, to, dtype):
     def wants_floats(m, args, out=None): assert (args[0] if before else out).dtype==torch.float32
     def make():
@@ -113,6 +116,7 @@ class ManifoldMixUp(Callback):
     def after_loss(self): self.hook.remove()
 
 @both
+@pytest.mark.warns('raises in')
 def test_a_hook_of_one_batch_that_raises_is_healed(to, dtype):
     learn = as_in_fp32(lambda: learner(plain_mlp, cbs=[ManifoldMixUp(raises=True)]), to)
     assert learn.mixed_precision.promoted==['0'] and not learn.model[0]._forward_hooks
@@ -128,6 +132,7 @@ def test_a_report_leaves_no_hook_behind():
     assert learn.diagnose_fp16().promoted==['0'] and not learn.model[0]._forward_hooks
 
 @both
+@pytest.mark.warns('raises in')
 def test_a_hook_on_gradients_that_raises_is_named(to, dtype):
     def wants_floats(g): assert g.dtype==torch.float32
     def hooks(m, args, out):
@@ -212,6 +217,7 @@ class Root(nn.Module):
         return self.out(self.mid(h)+0*(h-h).sqrt())
 
 @both
+@pytest.mark.filterwarnings('ignore:`mul` in mid')
 def test_a_hook_may_replace_nan_where_fp32_needs_it(to, dtype):
     "While the batch is diagnosed, healed and runs in fp32; half precision adds no infinity that it could hide"
     def make():
@@ -315,6 +321,7 @@ def test_a_frozen_half_part_computes_as_in_fp32(body, evals, half, to, dtype):
 @both
 @halfs
 @pytest.mark.parametrize('half_inputs', [False,True])
+@pytest.mark.warns('raises in')
 def test_half_parts_and_half_inputs_run_in_fp32(half_inputs, half, to, dtype):
     "In comparisons, where a batch is diagnosed and healed, in a report and for the doctor; whether or not the model casts what it gets"
     for casts in (True,False):
@@ -332,12 +339,14 @@ def test_beside_a_half_part_everything_else_can_stay_in_fp32(to, dtype):
     ref,learn = fit(half_learner(dtype)),getattr(half_learner(dtype), to)(keep_fp32=['*','.'])
     assert equal(state(fit(learn)), state(ref)) and not learn.mixed_precision.scaler.is_enabled()
 
+@pytest.mark.warns('`mul` in head.1')
 def test_half_inputs_are_compared_with_fp32():
     "Squares beyond 65504 make this 0 in fp16, without a sign"
     def hidden(x): return 100*x/(1e5*x*x).sum(1, keepdim=True).add(1).sqrt()
     mp = as_in_fp32(lambda: half_learner(torch.float16, half_inputs=True, mid=hidden)).mixed_precision
     assert mp.promoted==['head.1']
 
+@pytest.mark.warns('raises in')
 def test_a_half_teacher_of_a_callback_stays_half():
     class Teaches(Callback):
         def before_fit(self):
@@ -360,6 +369,7 @@ class Graph(nn.Module):
     def forward(self, x): return self.out((self.a@self.inp(x).T).T)
 
 @pytest.mark.parametrize('layout', ['coo','csr','csc'])
+@pytest.mark.filterwarnings('ignore:`matmul` in the code of the model itself')
 def test_adjacency_matrices_in_sparse_layouts(layout):
     mp = as_in_fp32(lambda: learner(partial(Graph, layout))).mixed_precision
     assert mp.n_rerun<=2 # and not one for each batch

@@ -37,6 +37,7 @@ def shown(cell):
     return [k for o in outs for k in sorted(o.get('data') or [o.get('name', o.output_type)])]
 
 @pytest.mark.not_as_cuda('what is stored was computed on a CPU')
+@pytest.mark.filterwarnings('always::fastai_amp16.all.PrecisionWarning') # a page shows them
 @pytest.mark.parametrize('fn', nbs, ids=lambda o: o.stem)
 def test_notebook(fn, monkeypatch):
     "It runs, and puts out what is stored, in kind: numbers and pixels differ between machines and versions of libraries"

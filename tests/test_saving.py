@@ -31,6 +31,7 @@ def test_edits_and_loads_in_the_middle_of_a_fit_reach_the_next_forward(tmp_path)
 
 def steep(p, t): return mse(p, t)*1e4 # gradients for which the first loss scale is too high
 
+@poisoned('backward')
 def test_scale_and_counts_survive_from_fit_to_fit():
     learn = learner(loss_func=steep, cbs=Poison({1,5}, 'backward')).to_fp16_dynamic()
     mp = learn.mixed_precision
@@ -142,6 +143,8 @@ def go_on(path):
     fit(learn.load('model_1'), 4, start_epoch=2)
 
 @pytest.mark.cpu_only('bit for bit')
+@poisoned('backward')
+@pytest.mark.warns('`mul` in 4')
 def test_killed_and_resumed_in_a_new_process(tmp_path):
     "Ends where the uninterrupted fit ends, bit for bit: weights, optimizer, scale, random state"
     def process(what):
@@ -162,6 +165,8 @@ def test_killed_and_resumed_in_a_new_process(tmp_path):
     r,s = a['opt']['random'],b['opt']['random']
     assert torch.equal(r['all'].pop('torch_state'), s['all'].pop('torch_state')) and r==s
 
+@poisoned('backward')
+@pytest.mark.warns('`mul` in 4')
 def test_only_a_resumed_fit_takes_up_the_random_state(tmp_path):
     "To load and to try again is to try something else"
     learn = fit(resumable(tmp_path), 1).remove_cbs([Poison, Hostile])

@@ -15,13 +15,14 @@ tutorials = sorted((nbs/'tutorials').glob('*.ipynb'))
 guides = sorted(nbs.glob('[!0-9]*.ipynb'), key=lambda o: (o.stem=='architecture', o.stem))
 guides.remove(nbs/'index.ipynb')
 guides.remove(reference := nbs/'reference.ipynb')
+guides.remove(faults := nbs/'fastai_faults.ipynb') # for contributors
 scripts = [*sorted((root/lib).rglob('[!_]*.py')), *sorted((root/'benchmarks').glob('*.py')), *sorted((root/'examples').glob('*.py'))]
 
 def _stem(nb): return re.sub(r'^\d+_', '', nb.stem)
 def _inside_nbs(nb): return nb.parent.relative_to(nbs)/_stem(nb)
 pages = {
     nbs/'index.ipynb': 'index.md',
-    **{o: str(_inside_nbs(o).with_suffix('.md')) for o in [reference, *library, *guides, *tutorials]},
+    **{o: str(_inside_nbs(o).with_suffix('.md')) for o in [reference, faults, *library, *guides, *tutorials]},
     **{o: f"source/{o.relative_to(root).with_suffix('.md')}" for o in scripts},
     **{root/o: o for o in ('CHANGELOG.md','CONTRIBUTING.md')},
     root/'benchmarks'/'README.md': 'benchmarks.md'}
@@ -147,7 +148,7 @@ def _nav():
     parts = [{'All calls': pages[reference]}, {'For training': named(called)}, {'For those who read the code': others}]
     return [{'Overview': 'index.md'}, {'Tutorials': named(tutorials)}, {'Library': parts}, *named(guides), {'Benchmarks': 'benchmarks.md'},
             {'Source': [{o: sources(o)} for o in (lib,'benchmarks','examples')]},
-            {'Changelog': 'CHANGELOG.md'}, {'Contributing': 'CONTRIBUTING.md'}]
+            {'Changelog': 'CHANGELOG.md'}, {'Contributing': [{'How to': 'CONTRIBUTING.md'}, *named([faults])]}]
 
 def _theme():
     "How it looks, by day and by night"
