@@ -10,8 +10,8 @@ from typing import Union,get_args,get_origin
 from fastcore.docments import docments
 
 empty = inspect.Parameter.empty
-fence = '```{ .python .signature }' # a style sheet breaks its lines on a phone
-width = 88 # characters in a line of code that is not scrolled
+fence = '```{ .python .signature }'
+width = 44 # characters of a line of code that a phone shows
 
 # %% types and defaults, as you write them
 def types(t) -> list:
