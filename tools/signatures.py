@@ -70,7 +70,7 @@ def call(name, params, width=width) -> str:
     end = ')'+(f" -> {' | '.join(ret['types'])}" if ret and ret['types'] else '')
     text = f"{name}({', '.join(args)}{end}"
     if len(text)<=width: return text
-    return f'{name}(\n'+fill(', '.join(args), width-4, initial_indent=' '*4, subsequent_indent=' '*4, break_long_words=False)+f'\n{end}'
+    return f'{name}(\n'+fill(', '.join(args), width, initial_indent=' '*4, subsequent_indent=' '*4, break_long_words=False)+f'\n{end}'
 
 def table(rows, head) -> str:
     "A table in Markdown, without the columns that are empty"
