@@ -6,8 +6,8 @@ import torch
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_amp16.all import *
-from fastai_amp16.precision.names import find_modules
-from fastai_amp16.precision.plan import is_norm
+from fastai_amp16.precision.names import find_modules # noqa: F401 (for the checks)
+from fastai_amp16.precision.plan import is_norm # noqa: F401
 from fastcore.test import *
 from IPython.display import Markdown
 from sklearn.datasets import load_breast_cancer
