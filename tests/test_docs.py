@@ -122,7 +122,10 @@ def test_parameters_are_a_table():
     assert signatures.signature('known', known)=="""### `known` { #known data-toc-label="known" }
 
 ```{ .python .signature }
-known(model, dtype=None, *args, mode='fp16', scale=2.**-24, bound=math.inf) -> bool
+known(
+    model, dtype=None, *args, mode='fp16',
+    scale=2.**-24, bound=math.inf
+) -> bool
 ```
 
 Train, perhaps
@@ -178,7 +181,7 @@ def test_code_is_behind_closed_folds_and_signatures_are_before_it(fn):
             assert 'data-search-exclude' in fold and readme.code(c) in fold and bool(found)==('<summary>Source<' in fold)
 
 answers = [ # what you type into the search, a page that answers it, and words of the answer
-    ('Gradient overflow. Skipping step', 'tutorials/'), ('NaN', 'tutorials/epsilon.html'),
+    ('Gradient overflow. Skipping step', 'troubleshooting.html'), ('NaN', 'tutorials/epsilon.html'),
     ('hysteresis', 'train/scaler.html'), ('keep_fp32', 'precision/plan.html'), ('master weights', 'tutorials/master_weights.html'),
     ('DataParallel', 'scaling.html'), ('loss scale', 'train/scaler.html')]
 
@@ -212,7 +215,8 @@ def test_site(tmp_path):
     row = re.search('<tr>(?:(?!</tr>).)*learn.fp16_doctor.*?</tr>', calls, re.S)[0]
     assert re.findall('<td data-head="(.*?)"', row)==['you want to','write','read']
     nav = re.findall(r'class="md-tabs__item.*?<a [^>]*>\s*(.*?)\s*</a>', pages[tmp_path/'index.html'], re.S)
-    assert nav==['Overview','Tutorials','Library',*map(docs.title, docs.guides),'Benchmarks','Source','Changelog','Contributing']
+    guides = map(docs.title, [docs.practice,docs.scaling,docs.reference])
+    assert nav==['Get started','Troubleshooting','Tutorials','Moving',*guides,'Library','Benchmarks','Project']
     assert re.search(r'<style[^>]*>[^<]*rgba\(218,54,51,.22\)', pages[tmp_path/'tutorials'/'reports.html']) # the row of the producer
     check_search(json.loads((tmp_path/'search'/'search_index.json').read_text()))
 

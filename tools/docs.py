@@ -11,18 +11,16 @@ from signatures import signature
 lib,nbs = 'fastai_amp16',root/'nbs'
 folders = 'util','precision','train','optim','diagnosis','.' # of modules, as they import each other
 library = [o for f in folders for o in sorted((nbs/f).glob('[0-9]*.ipynb'))]
-tutorials = sorted((nbs/'tutorials').glob('*.ipynb'))
-guides = sorted(nbs.glob('[!0-9]*.ipynb'), key=lambda o: (o.stem=='architecture', o.stem))
-guides.remove(nbs/'index.ipynb')
-guides.remove(reference := nbs/'reference.ipynb')
-guides.remove(faults := nbs/'fastai_faults.ipynb') # for contributors
+tutorials,moving = (sorted((nbs/f).glob('*.ipynb')) for f in ('tutorials','moving'))
+troubleshooting,practice,scaling,reference,architecture,faults = guides = [
+    nbs/f'{o}.ipynb' for o in ('troubleshooting','in_practice','scaling','reference','architecture','fastai_faults')]
 scripts = [*sorted((root/lib).rglob('[!_]*.py')), *sorted((root/'benchmarks').glob('*.py')), *sorted((root/'examples').glob('*.py'))]
 
 def _stem(nb): return re.sub(r'^\d+_', '', nb.stem)
 def _inside_nbs(nb): return nb.parent.relative_to(nbs)/_stem(nb)
 pages = {
     nbs/'index.ipynb': 'index.md',
-    **{o: str(_inside_nbs(o).with_suffix('.md')) for o in [reference, faults, *library, *guides, *tutorials]},
+    **{o: str(_inside_nbs(o).with_suffix('.md')) for o in [*library, *guides, *tutorials, *moving]},
     **{o: f"source/{o.relative_to(root).with_suffix('.md')}" for o in scripts},
     **{root/o: o for o in ('CHANGELOG.md','CONTRIBUTING.md')},
     root/'benchmarks'/'README.md': 'benchmarks.md'}
@@ -145,10 +143,11 @@ def _nav():
     order = 'learner callback messages doctor ask report history clip optimizer plan scaler'.split() # as you need them
     called = sorted(filter(is_for_all, library), key=lambda o: order.index(_stem(o)))
     others = [{f: named(of_folder(f))} for f in folders[:-1] if of_folder(f)]+named(of_folder('.'))
-    parts = [{'All calls': pages[reference]}, {'For training': named(called)}, {'For those who read the code': others}]
-    return [{'Overview': 'index.md'}, {'Tutorials': named(tutorials)}, {'Library': parts}, *named(guides), {'Benchmarks': 'benchmarks.md'},
-            {'Source': [{o: sources(o)} for o in (lib,'benchmarks','examples')]},
-            {'Changelog': 'CHANGELOG.md'}, {'Contributing': [{'How to': 'CONTRIBUTING.md'}, *named([faults])]}]
+    parts = [{'For training': named(called)}, {'For those who read the code': [*named([architecture]), *others]}]
+    project = [{'Source': [{o: sources(o)} for o in (lib,'benchmarks','examples')]}, {'Changelog': 'CHANGELOG.md'},
+               {'Contributing': [{'How to': 'CONTRIBUTING.md'}, *named([faults])]}]
+    return [{'Get started': 'index.md'}, *named([troubleshooting]), {'Tutorials': named(tutorials)}, {'Moving': named(moving)},
+            *named([practice,scaling,reference]), {'Library': parts}, {'Benchmarks': 'benchmarks.md'}, {'Project': project}]
 
 def _theme():
     "How it looks, by day and by night"
@@ -174,9 +173,9 @@ def of_source(path):
 
 def weight(path):
     "How much a word on a page counts in a search, beside one on a page of the library that `import *` gives"
-    if _stem(path)=='reports': return 6. # begins with what people see
+    if path==troubleshooting: return 6. # begins with what people see
     if _stem(path) in ('learner','callback','in_practice'): return 4. # where most questions are answered
-    if path in (*tutorials, *guides, reference) or path.stem=='index': return 2.
+    if path in (*tutorials, *moving, *guides) or path.stem=='index': return 2.
     return 1. if path in library and is_for_all(path) else .25
 
 def with_meta(text, path):

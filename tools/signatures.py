@@ -10,8 +10,8 @@ from typing import Union,get_args,get_origin
 from fastcore.docments import docments
 
 empty = inspect.Parameter.empty
-fence = '```{ .python .signature }' # a style sheet breaks its lines on a phone
-width = 88 # characters in a line of code that is not scrolled
+fence = '```{ .python .signature }'
+width = 44 # characters of a line of code that a phone shows
 
 # %% types and defaults, as you write them
 def types(t) -> list:
@@ -58,6 +58,13 @@ def parameters(o) -> dict:
     return {k: p for k,p in res.items() if k not in left_out}
 
 # %% Markdown
+def _wrapped(head, args, end, width=width):
+    "`head`, `args` and `end` in one line, or in as many as it takes"
+    text = ', '.join(args)
+    if len(head+text+end)<=width: return head+text+end
+    lines = fill(text, width, initial_indent=' '*4, subsequent_indent=' '*4, break_long_words=False, break_on_hyphens=False)
+    return f'{head}\n{lines}\n{end}'
+
 def call(name, params, width=width) -> str:
     "A call of `name`, with defaults, in as many lines as it takes"
     args,ret,starred = [],params.get('return'),False
@@ -68,9 +75,7 @@ def call(name, params, width=width) -> str:
         starred = starred or stars=='*' or p['kind']==inspect.Parameter.KEYWORD_ONLY
         args.append(stars+k+('' if p['default'] is None else f"={p['default']}"))
     end = ')'+(f" -> {' | '.join(ret['types'])}" if ret and ret['types'] else '')
-    text = f"{name}({', '.join(args)}{end}"
-    if len(text)<=width: return text
-    return f'{name}(\n'+fill(', '.join(args), width-4, initial_indent=' '*4, subsequent_indent=' '*4, break_long_words=False)+f'\n{end}'
+    return _wrapped(f'{name}(', args, end, width)
 
 def table(rows, head) -> str:
     "A table in Markdown, without the columns that are empty"
@@ -111,8 +116,8 @@ def method_tables(name, o, elsewhere) -> list:
 def signature(name, o, elsewhere=()) -> str:
     "Heading, call, docstring and parameters of `o`, in Markdown; a class without its methods that are `elsewhere`"
     if isinstance(o, partial):
-        args = ', '.join([o.func.__name__, *(f'{k}={default(v)}' for k,v in o.keywords.items())])
-        parts = [f"{fence}\n{name} = partial({args})\n```", o.__doc__]
+        args = [o.func.__name__, *(f'{k}={default(v)}' for k,v in o.keywords.items())]
+        parts = [f"{fence}\n{_wrapped(f'{name} = partial(', args, ')')}\n```", o.__doc__]
     elif isinstance(o, dict): parts = ['By name: '+', '.join(f'`{k}`' for k in o)]
     elif isinstance(o, tuple): parts = [', '.join(f"`{default(t)}`" for t in o)]
     elif isinstance(o, (str,float)): parts = [f'`{o!r}`']
