@@ -1,5 +1,5 @@
 "README, site and notebooks show what the code does, and nothing of the machine they were made on"
-import inspect,json,math,re,subprocess,symtable,sys
+import ast,inspect,json,math,re,subprocess,symtable,sys
 from dataclasses import is_dataclass
 from functools import partial
 from html import escape
@@ -248,6 +248,25 @@ def test_survival(tmp_path):
     assert json.loads((tmp_path/'x.json').read_text())['rows']==[r for r in old['rows'] if r['what'] in only]
     assert [r['what'] for r in old['rows']]==list(survival.everything)
 
+def test_results_in_the_readme_are_those_of_the_benchmarks():
+    "The cells of its notebook that read them give what is stored, and test_readme holds the README to that"
+    cells = [c for c in read_nb(root/'nbs'/'index.ipynb').cells if c.cell_type=='code']
+    helpers, = [ast.parse(c.source).body for c in cells if 'def found' in c.source]
+    plain = ast.Import,ast.ImportFrom,ast.FunctionDef
+    space = dict(root=root/'nbs')
+    exec(compile(ast.Module([o for o in helpers if isinstance(o, plain)], []), 'helpers', 'exec'), space)
+    shown = [c for c in cells if 'echo' in readme.directives(c) and 'text/markdown' in c.outputs[0].data]
+    assert len(shown)==4
+    for c in shown:
+        *before,result = ast.parse(c.source).body
+        exec(compile(ast.Module(before, []), 'cell', 'exec'), space)
+        assert eval(compile(ast.Expression(result.value), 'cell', 'eval'), space).data==''.join(c.outputs[0].data['text/markdown'])
+
+def test_the_warning_on_a_cpu_says_what_was_measured():
+    rows = report.read('fp16_cpu')['rows']
+    slower, = [r['slower']['to_fp16_dynamic'][1] for r in rows if r['network']=='ResNet-18']
+    assert f'a ResNet-18 takes {slower:.0f} times as long' in (root/'fastai_amp16'/'diagnosis'/'messages.py').read_text()
+
 def test_what_a_gpu_did_is_in_the_readme():
     "The ratios of each model, and as the span of all; batch norms in bf16"
     res,text = json.loads((root/'benchmarks'/'gpu.json').read_text()),(root/'README.md').read_text()
@@ -260,7 +279,7 @@ def test_what_a_gpu_did_is_in_the_readme():
         assert f"| {' / '.join(f'{o:.2f}' for o in adam[m])} | {' / '.join(f'{o:.2f}' for o in fused[m])} |" in text
     for ratios in (sum(adam.values(), []),sum(fused.values(), [])): assert f'{min(ratios):.2f} to {max(ratios):.2f} times as many' in text
     in_fp16,in_bf16 = [per_second('resnet50', 128, f'to_{o}_dynamic') for o in ('fp16','bf16')]
-    assert f'{in_bf16:,.0f} samples per second against {in_fp16:,.0f}' in text and res['machine'] in text
+    assert f'{in_fp16:,.0f} samples per second in fp16 and {in_bf16:,.0f} in bf16' in text and res['machine'] in text
 
 def test_what_a_gpu_did_comes_to_the_report_by_itself(tmp_path, monkeypatch):
     "As `benchmarks/gpu.py` writes it"
