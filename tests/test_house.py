@@ -11,12 +11,12 @@ cfg = get_config(root)
 lib = cfg.lib_path
 
 limits = { # the most that is allowed: today, which falls as the package shrinks, and in the end
-    'nodes': (39_600, 31_000),
+    'nodes': (40_000, 31_000),
     'nodes in a line': (7.0, 7.0),
     'nodes in a function': (180, 180),
     '`and` and `or` in 100 lines': (7.0, 7.0),
     'lines over 100 columns, in percent': (7.0, 7.0),
-    'lines over 120 columns': (5, 0),
+    'lines over 120 columns': (3, 0),
     'lines of a module': (400, 400),
     'modules beside folders': (9, 9)}
 

@@ -123,7 +123,7 @@ def plot_history(
     axs=None, # Two matplotlib `Axes`; a new figure by default
     kept_since:dict=None # The step since which a module is in fp32, by its name
 ):
-    "Plot the loss scale, with marks where batches ran again, steps were skipped or layers moved to fp32, above the norm"
+    "Plot the loss scale above the gradient norm, with marks for reruns, skipped steps and layers that moved to fp32"
     if axs is None: _,axs = plt.subplots(2, 1, sharex=True, figsize=(7,5))
     scales,norms = axs
     _plot_scales(df, scales)
