@@ -103,7 +103,8 @@ def _run(case, rec, loss_func, plan, compares):
         rec.on = False
         rec.pred = cast_floats(getattr(learn, 'pred', None))
         loss = getattr(learn, 'loss', None) if len(learn.yb) else None
-        if loss is not None: rec.loss,rec.loss_grad = loss.detach(),learn.loss_grad.detach()
+        made = [getattr(learn, k, None) for k in ('loss','loss_grad')] # a learner's own training step may have neither
+        if all(isinstance(o, Tensor) for o in made): rec.loss,rec.loss_grad = [o.detach() for o in made]
         if learn.training and rec.total is None: # a learner's own training step, without events
             rec.end_backward(batches.gradients)
         rec.read(rec.pred if loss is None else loss, batches.model_state.carried())
