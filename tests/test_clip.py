@@ -3,7 +3,7 @@ import math
 import pytest,torch
 from fastai.basics import Callback,DataLoader,DataLoaders,Learner,SGD,nn,set_seed,store_attr,trainable_params
 from fastai_amp16.all import GradientNormClip
-from common import Poison,poisoned
+from common import Poison
 from fastais import fastais
 
 class Watch(Callback):
@@ -80,7 +80,7 @@ def test_sparse_gradients():
         learn.model = Bag()
         assert fit(to(learn), 1).norm==pytest.approx(1e-3, rel=1e-2)
 
-@poisoned('backward')
+@pytest.mark.warns('other code made `loss_grad` infinite') # 1e30 times the loss is too much for fp32
 def test_a_step_has_one_norm_however_often_it_ran_and_a_skipped_one_has_none():
     def run(to): return fit(to(learner([GradientNormClip(1.), Poison({6}, 'backward')], scale=1e5)))
     learn,fp32 = run(Learner.to_fp16_dynamic),run(Learner.to_fp32)

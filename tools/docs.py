@@ -140,7 +140,7 @@ def _nav():
     def named(nbs): return [{title(o): pages[o]} for o in nbs]
     def sources(folder): return [{str(o.relative_to(root/folder)): pages[o]} for o in scripts if root/folder in o.parents]
     def of_folder(f): return [o for o in library if o.parent==nbs/f and o not in called]
-    order = 'learner callback messages doctor ask report history clip optimizer plan scaler'.split() # as you need them
+    order = 'learner callback messages doctor swap ask report history clip optimizer plan scaler'.split() # as you need them
     called = sorted(filter(is_for_all, library), key=lambda o: order.index(_stem(o)))
     others = [{f: named(of_folder(f))} for f in folders[:-1] if of_folder(f)]+named(of_folder('.'))
     parts = [{'For training': named(called)}, {'For those who read the code': [*named([architecture]), *others]}]
