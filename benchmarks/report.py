@@ -1,7 +1,7 @@
 "Makes benchmarks/README.md from the JSON files of the benchmarks: every number of a result comes from them"
 import json,re,statistics,textwrap
 from pathlib import Path
-import accumulation,bf16_cpu,compatibility,compiled,convergence,cuda_dispatch,diagnosis,doctor,fp16_cpu,gpu,libraries,memory
+import accumulation,bf16_cpu,compatibility,compiled,convergence,cuda_dispatch,diagnosis,doctor,epsilon,fp16_cpu,gpu,libraries,memory
 import published,scale_policy,short_fits,silent,step_cost,survival
 
 here = Path(__file__).parent
@@ -13,6 +13,7 @@ contents = {
     'Accuracy': {
         'short_fits': ('Do short fits end where fp32 ends?', ['Short fits']),
         'convergence': ('Do whole trainings end where fp32 ends?', ['Whole trainings']),
+        'epsilon': ("Which eps of Adam's trains best?", ["Adam's eps"]),
         'published': ('What happens to published failures in fp16? (needs transformers and timm)', ['Published failures']),
         'silent': ('Is half precision noticed where it is finite but wrong?', ['Finite but wrong']),
         'survival': ('Which difficult trainings and events does a fit survive?', ['What survives']),
@@ -114,6 +115,22 @@ differences of about three standard errors or more are significant. Where a trai
 fastai's `to_fp16` fails with an LSTM, since PyTorch has none in fp16 for CPUs.
 
 {convergence.table(res)}"""
+
+def _epsilon():
+    res = read('epsilon')
+    n = len(epsilon.groups(res))//len(epsilon.precisions)
+    def ends(o): return f"{o['better']} end better with {epsilon.in_words(o['eps'])}, and {o['worse']} worse"
+    def with_eps(to): return '; '.join(ends(o) for o in res['counts'] if o['precision']==to)
+    return f"""### Adam's eps
+
+Of {n} whole trainings with `AdamW16`, compared with its eps of 1e-4, in fp16: {with_eps('to_fp16_dynamic')}.
+In fp32: {with_eps('to_fp32')}. All other differences may be chance.
+
+The trainings are those of [Whole trainings](#whole-trainings), {len(res['rows'][0]['figures'])} seeds each. A cell is the mean ± the
+standard deviation, or the mean of the paired differences ± its standard error; differences that are significant at 5% are bold (by chance,
+1 in 20 is). {res['machine']}, fastai {res['fastai']}.
+
+{epsilon.table(res)}"""
 
 def _published():
     res = read('published')
@@ -583,7 +600,7 @@ names restored. {res['machine']}, fastai {res['fastai']}, {versions}.
 
 {libraries.failing(res)}""".rstrip()
 
-sections = (_intro, _group('Accuracy'), _short, _ends, _published, _silent, _survival, _policies,
+sections = (_intro, _group('Accuracy'), _short, _ends, _epsilon, _published, _silent, _survival, _policies,
             _group('Speed'), _steps, _compiled, _dispatch, _growth, _gpu, _bf16, _fp16,
             _group('Memory'), _memory, _accumulated,
             _group('Diagnosis and healing'), _looks, _healing, _diagnosis_memory, _doctor,

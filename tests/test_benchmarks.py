@@ -2,7 +2,7 @@
 import importlib.util,json,math
 from unittest.mock import patch
 import pytest,torch
-import accumulation,bf16_cpu,compatibility,compiled,cuda_dispatch,diagnosis,doctor,fp16_cpu,libraries,memory,published
+import accumulation,bf16_cpu,compatibility,compiled,cuda_dispatch,diagnosis,doctor,epsilon,fp16_cpu,libraries,memory,published
 import scale_policy,scaling,short_fits,silent,step_cost,timing
 from fastai.basics import DataLoaders,Learner
 from torch._dynamo.utils import counters
@@ -162,6 +162,20 @@ def test_fp16(tmp_path):
     rows = read(tmp_path/'x.json')['rows']
     assert [r['network'] for r in rows]==['4 convolutions of 2 and 4 channels','ResNet-18']
     for r in rows: assert set(r['slower'])=={'to_fp16_dynamic','to_bf16_dynamic'} and all(q[1]>0 for q in r['slower'].values())
+
+def test_epsilon(tmp_path, monkeypatch):
+    "An eps that hardly moves the weights is worse in both precisions"
+    monkeypatch.setattr(epsilon, 'all_eps', (1e-4,1e4))
+    epsilon.main(f'--seeds 2 --out {tmp_path}/x.json --only'.split()+['tabular regression'])
+    res = read(tmp_path/'x.json')
+    for base,large in epsilon.groups(res).values(): assert epsilon.difference(large, base)[0]<0
+    assert epsilon.table(res).count('\n| tabular regression |')==2
+
+def test_epsilon_counts_what_is_significant():
+    def row(eps, *figures): return dict(training='a', precision='to_fp32', eps=eps, figures=list(figures))
+    rows = [row(1e-4, .1, .2, .3), row(1e-5, .21, .3, .41), row(1e-8, 0., .1, .21)]
+    found = {(o['precision'],o['eps']): (o['better'],o['worse']) for o in epsilon.counts(dict(rows=rows))}
+    assert (found['to_fp32',1e-5],found['to_fp32',1e-8],found['to_fp16_dynamic',1e-8])==((1,0),(0,1),(0,0))
 
 def test_memory(tmp_path, monkeypatch, capsys):
     "Of weights, and of predictions in a validation, which fp32 holds twice: the loss makes a `log_softmax` of them"
