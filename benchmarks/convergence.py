@@ -20,10 +20,11 @@ class Watch(Callback):
     def before_batch(self): self._add((*self.xb, *self.yb))
     def after_cancel_step(self): self.skipped += 1
 
-def run(name, to, seed):
+def run(name, to, seed, opt_func=None):
     "Trains and returns the final metric (`None` if there is none or it is not finite), counts and errors"
     t,watch,figure,error = trainings[name],Watch(),math.nan,None
     learn = t.make(seed).add_cb(watch)
+    if opt_func: learn.opt_func = opt_func
     try:
         with fastais(), learn.no_bar(), learn.no_logging(): getattr(learn, to)().fit_one_cycle(t.epochs, t.lr)
         figure = float(learn.recorder.values[-1][-1])

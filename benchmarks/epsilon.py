@@ -1,32 +1,23 @@
 "Does Adam's eps of 1e-4 end whole trainings better or worse than smaller ones, in fp32 and in fp16? Over the same seeds"
-import argparse,json,math,warnings
+import argparse,json,warnings
 from functools import partial
 from pathlib import Path
 import fastai
 from trainings import trainings # first: it hides a warning of fastai's import
-from convergence import difference,figures
+from convergence import difference,figures,run
 from fastai_amp16.all import AdamW16
 from machine import machine
 
 all_eps = (1e-4,1e-5,1e-8) # that of `AdamW16` is first
 precisions = ('to_fp32','to_fp16_dynamic')
 
-def in_words(eps): return f'{eps:.0e}'.replace('e-0', 'e-')
-
-def run(name, to, eps, seed):
-    "Trains and returns the final metric, `None` if it is not finite"
-    t = trainings[name]
-    learn = t.make(seed)
-    learn.opt_func = partial(AdamW16, eps=eps)
-    with learn.no_bar(), learn.no_logging(): getattr(learn, to)().fit_one_cycle(t.epochs, t.lr)
-    figure = float(learn.recorder.values[-1][-1])
-    return figure if math.isfinite(figure) else None
+def written(eps): return f'{eps:.0e}'.replace('e-0', 'e-')
 
 def compare(name, seeds):
     "A row for each precision and eps"
     metric = trainings[name].make(0).metrics[0].name
     def row(to, eps):
-        ends = [run(name, to, eps, o) for o in range(seeds)]
+        ends = [run(name, to, o, partial(AdamW16, eps=eps))['figures'] for o in range(seeds)]
         return dict(training=name, metric=metric, precision=to, eps=eps, figures=ends)
     return [row(to, eps) for to in precisions for eps in all_eps]
 
@@ -54,7 +45,7 @@ def _cell(row, base):
 
 def table(res):
     "A Markdown table: with the first eps the metric, with each other one the difference from it"
-    first,*others = map(in_words, all_eps)
+    first,*others = map(written, all_eps)
     head = ['training','metric','precision',f'eps {first}',*(f'{o} instead' for o in others)]
     lines = [head,['---']*3+['--:']*len(all_eps)]
     for (name,to),rows in groups(res).items():

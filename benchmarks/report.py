@@ -119,7 +119,7 @@ fastai's `to_fp16` fails with an LSTM, since PyTorch has none in fp16 for CPUs.
 def _epsilon():
     res = read('epsilon')
     n = len(epsilon.groups(res))//len(epsilon.precisions)
-    def ends(o): return f"{o['better']} end better with {epsilon.in_words(o['eps'])}, and {o['worse']} worse"
+    def ends(o): return f"{o['better']} end better with {epsilon.written(o['eps'])}, and {o['worse']} worse"
     def with_eps(to): return '; '.join(ends(o) for o in res['counts'] if o['precision']==to)
     return f"""### Adam's eps
 

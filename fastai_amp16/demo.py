@@ -94,15 +94,16 @@ class _FastaisFP16(MixedPrecision):
         "As that of `DynamicMixedPrecision`"
         return pd.DataFrame(self.rows, columns=['step','loss_scale','reruns','skipped'])
 
+def _is_hopeless(learn):
+    "Were all steps skipped so far?"
+    mp = getattr(learn, 'mixed_precision', None)
+    return mp is not None and mp.history.skipped.all()
+
 class _EndIfHopeless(Callback):
     "Ends the fit after an epoch that skipped all steps"
-    name,order = 'end_if_hopeless',Recorder.order+1
-    ended = False
+    order = Recorder.order+1
     def after_epoch(self):
-        mp = getattr(self.learn, 'mixed_precision', None)
-        if mp is None or not mp.history.skipped.all(): return
-        self.ended = True
-        raise CancelFitException()
+        if _is_hopeless(self.learn): raise CancelFitException()
 
 precisions = {
     'fp32':                Learner.to_fp32,
@@ -197,7 +198,7 @@ def _hopeless(groups):
     "The trainings that ended early, in words"
     for data,learners in groups.items():
         for name,learn in learners.items():
-            if not learn.end_if_hopeless.ended: continue
+            if not _is_hopeless(learn): continue
             n = len(learn.mixed_precision.history)
             yield f"{name} on {data}: all {n} steps of the first epoch were skipped, so the training ended."
 
@@ -247,6 +248,6 @@ def main(
     for says in _hopeless(groups): print('\n'+_wrapped(says))
     _print_reports(groups['raw counts']['to_fp16_dynamic()'], reports)
     slow = _slow(seconds)
-    if device.type=='cpu' and slow: print('\n'+textwrap.fill(f'Slow here: {slow}. Compare on a GPU.', 80))
+    if device.type=='cpu' and slow: print('\n'+_wrapped(f'Slow here: {slow}. Compare on a GPU.'))
     picture(groups).savefig(out, dpi=120)
     print(f'\nPicture of losses, loss scales and gradient norms: {out.absolute()}')

@@ -33,6 +33,8 @@ def test_swap_module_leaves_what_is_never_called():
     out_proj = m.self_attn.out_proj
     swap_module(m, nn.Linear, lambda o: nn.Linear(o.in_features, o.out_features))
     assert m.self_attn.out_proj is out_proj
+    swap_module(m.self_attn, nn.Linear, lambda o: nn.Linear(o.in_features, o.out_features))
+    assert m.self_attn.out_proj is out_proj
     swap_module(m, nn.ReLU, nn.Tanh).eval()
     x = torch.randn(2, 3, 8)
     with torch.no_grad(): fast = m(x)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['norm_types', 'convs', 'no_half_masters', 'register_norm', 'half_forward', 'is_norm', 'unwrapped', 'unwrap', 'is_half',
-           'PrecisionPlan']
+           'outermost', 'PrecisionPlan']
 
 # %% ../../nbs/precision/04_plan.ipynb #ebfd676d
 from abc import ABC
@@ -119,9 +119,13 @@ def _reads_half(m, device_type):
     if isinstance(m, nn.LayerNorm): return m.weight is None
     return isinstance(m, (*_batch_norms, *_instance_norms))
 
-def _outermost(found):
-    "Those of some modules that are in no other one of them"
-    def around(name): return [name[:i] for i,c in enumerate(name) if c=='.']
+def outermost(
+    found:dict # Dotted name to module
+) -> dict: # Likewise
+    "Those of some modules that are inside no other one of them"
+    def around(name):
+        dots = [i for i,c in enumerate(name) if c=='.']
+        return [name[:i] for i in (0,*dots)] if name else [] # the model itself has the name ''
     return {n: m for n,m in found.items() if not any(o in found for o in around(n))}
 
 def _with_inner(modules):
@@ -171,7 +175,7 @@ class PrecisionPlan:
         self.kept = find_modules(self.model, [o for o in entries if o not in own_code])
         self.own_code = {}
         # `*` also matches what is inside a module that it matches: that has its own code
-        for o in own_code: self.own_code.update(_outermost(find_modules(self.model, o[:-1])))
+        for o in own_code: self.own_code.update(outermost(find_modules(self.model, o[:-1])))
         recurrent = {n: m for n,m in self.model.named_modules() if isinstance(m, nn.RNNBase)}
         dtype = recurrent_dtype(self.params[0].device, self.dtype) if recurrent else None
         if dtype==torch.float32: self.kept.update(recurrent)

@@ -8,6 +8,7 @@ __all__ = ['swap_module']
 # %% ../../nbs/precision/06_swap.ipynb #6752786c
 from fastai.basics import *
 from .names import class_named,listed
+from .plan import outermost
 
 # %% ../../nbs/precision/06_swap.ipynb #6e3ca6ee
 def _refuse_swap(model, old, new):
@@ -28,14 +29,11 @@ def _refuse_swap(model, old, new):
     if not any(isinstance(m, old) for m in model.modules()):
         raise ValueError(f"There is no {old.__name__} in this {kind}; it has {listed(types, 12)}.")
 
-def _outermost(model, old):
-    "The named modules of class `old`; those inside of one, or of an `nn.MultiheadAttention`, are never called"
-    inside = ()
-    for name,m in [*model.named_modules(remove_duplicate=False)]:
-        if name.startswith(inside): continue
-        prefix = f'{name}.' if name else ''
-        if isinstance(m, (old,nn.MultiheadAttention)): inside += prefix,
-        if isinstance(m, old): yield name,m
+def _called(model, old):
+    "The modules of class `old` by name; those inside of one, or of an `nn.MultiheadAttention`, are never called"
+    modules = dict(model.named_modules(remove_duplicate=False))
+    whole = {n: m for n,m in modules.items() if isinstance(m, (old,nn.MultiheadAttention))}
+    return {n: m for n,m in outermost(whole).items() if isinstance(m, old)}
 
 def _instead_of(m, new, model):
     ts = (t for o in (m,model) for t in (*o.parameters(), *o.buffers()))
@@ -55,7 +53,7 @@ def swap_module(
     if there is no such module, or if it is the model itself."""
     _refuse_swap(model, old, new)
     swapped = {}
-    for name,m in _outermost(model, old):
+    for name,m in _called(model, old).items():
         if m not in swapped: swapped[m] = _instead_of(m, new, model)
         model.set_submodule(name, swapped[m])
     for m in model.modules(): # the fast path of such a layer knows two activations only
