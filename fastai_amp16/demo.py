@@ -117,7 +117,7 @@ trainings = { # what to compare on which data
 def train(
     data:str, # 'digits' for `small_cnn`, 'raw counts' for `RegNetY`
     precision:str, # A key of `precisions`
-    epochs:int=4, # Epochs of `fit_one_cycle`
+    epochs:int=3, # Epochs of `fit_one_cycle`
     lr:float=1e-2, # Its largest learning rate
     bs:int=64, # Batch size
     seed:int=0 # For validation set, weights and shuffling
@@ -229,7 +229,7 @@ def _print_reports(learn, reports):
 
 @call_parse
 def main(
-    epochs:int=4, # Epochs of each training
+    epochs:int=3, # Epochs of each training
     lr:float=1e-2, # Largest learning rate
     bs:int=64, # Batch size
     seed:int=0, # For validation set, weights and shuffling
