@@ -22,7 +22,7 @@ from .diagnosis.compare import Comparison
 from .diagnosis.healing import heal
 from .diagnosis.report import Reports
 from .train.history import History
-from .diagnosis.messages import (bare_step,cannot_rerun,check_arguments,check_keywords,refuse_second_precision,
+from .diagnosis.messages import (bare_step,cannot_rerun,check_arguments,check_keywords,closure_in_fp32,refuse_second_precision,
                                    static_overflow,stop_early,warn_of_slow_half,warn_user,written_gradients)
 
 # %% ../nbs/00_callback.ipynb #c5961e06
@@ -340,6 +340,7 @@ class DynamicMixedPrecision(MixedPrecision):
             raise
         finally:
             if self.step: self.step.batches.end()
+            if entry.closures: self.say_once(closure_in_fp32)
             if not training: self.end_validation(outer)
             elif self.step and self.learn: self.end_batch(end)
 
@@ -368,7 +369,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if end is BatchEnd.waits: return self.step.wait()
         if end is BatchEnd.bare:
             if self.step.outcome is Outcome.fine: self.record_step() # its gradients were judged after all
-            else: self.say_once(bare_step)
+            elif self.step.batches.has_half(): self.say_once(bare_step)
         self.step = None
 
     @contextmanager

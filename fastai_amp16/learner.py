@@ -14,7 +14,7 @@ from fastai.callback.training import GradientClip
 from fastcore.docments import docments
 from .precision.names import as_list,in_words
 from .precision.plan import is_norm
-from .precision.entry import Entry
+from .precision.entry import Entry,MixesDtypes
 from .util.torch_private import ThreadState
 from .train.scaler import DynamicScaler,require
 from .train.history import plot_history
@@ -210,6 +210,18 @@ def _can_compute_half(mp):
     try: return bool(mp.ready())
     except ValueError: return False
 
+@contextmanager
+def _closures_in_fp32(learn):
+    "A context in which forward passes that a step of a torch optimizer makes compute in fp32, as nothing scales their loss"
+    opt = learn.opt.opt if isinstance(learn.opt, OptimWrapper) else learn.opt
+    entry = vars(learn).get('_entry')
+    if entry is None or not isinstance(opt, torch.optim.Optimizer): return (yield)
+    def in_step(on): return lambda *_: setattr(entry, 'in_optimizer', on)
+    hooks = opt.register_step_pre_hook(in_step(True)),opt.register_step_post_hook(in_step(False))
+    try: yield
+    finally:
+        for o in hooks: o.remove()
+
 def _fit(learn, f):
     "Run `f`, which is all epochs, without gradients from before, and leave none behind"
     if learn._fitting: return _with_stand_ins(learn, f)
@@ -217,7 +229,7 @@ def _fit(learn, f):
     def run():
         learn._fitting = True
         if mp := running(learn): mp.begin_fit(hasattr(learn, 'skip_to_epoch'))
-        f()
+        with _closures_in_fp32(learn): f()
         if mp: mp.log.ending = 'complete'
     try: _with_stand_ins(learn, run)
     finally:
@@ -250,7 +262,16 @@ def _step(learn, f):
 _around = {'fit':_fit, 'validate':_with_stand_ins, 'batch':_batch, 'backward':_backward, 'step':_step}
 
 # %% ../nbs/02_learner.ipynb #e115fbf3
-_fastais_events = fastais_own(Learner, '_with_events')
+_fastais_events,_fastais_call = [fastais_own(Learner, o) for o in ('_with_events','__call__')]
+
+_within_autocast = 'after_pred','after_loss' # events at which fastai's autocast is on
+
+@patch_to(Learner)
+@functools.wraps(_fastais_call)
+def __call__(self, event_name):
+    "fastai's own; callbacks may use what a hook has kept of the forward pass, as they do with fastai's"
+    mp = running(self) if event_name in _within_autocast else None
+    with MixesDtypes(mp.plan.device_type) if mp and mp.plan else nullcontext(): _fastais_call(self, event_name)
 
 def _record_again(learn):
     "Let the callback that was left out for a batch run again"

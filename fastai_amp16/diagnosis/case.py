@@ -94,13 +94,13 @@ def _record_batch(case, rec, loss_func):
 def _run(case, rec, loss_func, plan, compares):
     batches = case.batches
     learn = case.learn
-    draws = comparable() if compares else eager()
+    draws = comparable() if compares and case.draws else eager() # autocast leaves `pinv` alone within the former's mode
     records = rec if rec.modules else nullcontext()
-    with case.ranks.no_sync(), draws, torch.set_grad_enabled(case.backward), records:
+    with case.ranks.no_sync(), draws as seen, torch.set_grad_enabled(case.backward), records:
         try: batches.run(plan, partial(_record_batch, case, rec, loss_func), to_the_end=True)
         except (Left,*control_exceptions): pass
         except Exception as e: rec.fail(e)
-        rec.on = False
+        rec.on,rec.drew = False,getattr(seen, 'drew', False)
         rec.pred = cast_floats(getattr(learn, 'pred', None))
         loss = getattr(learn, 'loss', None) if len(learn.yb) else None
         made = [getattr(learn, k, None) for k in ('loss','loss_grad')] # a learner's own training step may have neither
@@ -169,6 +169,7 @@ class Case:
     f:object = None # Function that runs one batch; by default, that of the batches
     fp32 = half = None # The runs of `diagnose` in fp32 and in half precision
     left_out = () # callbacks that do not run
+    draws = True # May the batch draw random numbers that depend on the precision?
     controls = () # The runs in fp32 with rounded outputs, and of each batch twice
 
     def __post_init__(self):
@@ -275,8 +276,8 @@ class Case:
         "What modules carry to the batches, which are not running now"
         return sampled(self.batches.model_state.carried())
 
-    def make_controls(self):
-        "Run the batches in fp32 with rounded outputs, for `is_wrong`; all ranks must call this"
+    def make_controls(self) -> bool:
+        "Run the batches in fp32 with rounded outputs, for `is_wrong`; `False` if that raises. All ranks must call this"
         def in_rounded(): # since hooks that were set before are removed when a run begins
             with rounded(self.plan()): self.f()
         def twice():
@@ -285,7 +286,10 @@ class Case:
         def control(f, modules=False):
             case = replace(self, backward=self.backward and modules, f=f)
             return case.run_fp32(modules, reference=self.fp32)
-        self.controls = control(in_rounded, True),control(twice)
+        controls = control(in_rounded, True),control(twice)
+        if self.ranks.any(any(o.error for o in controls)): return False # a check of values in the model's code, say
+        self.controls = controls
+        return True
 
     def spoilt(self,
         half:Recording # A run in half precision

@@ -180,6 +180,7 @@ class _Beside:
     "Makes the first call of the model in a batch in other ways as well, without a trace"
     def __init__(self, batches, call_by): # `call_by` as for `Comparison.make`
         self.learn,self.state,self.call_by = batches.learn,batches.model_state,call_by
+        self.written = [] # weights to which the forward pass writes
         self.noted,self.before = AllNoted(self.learn),sampled(self.state.carried())
         # compiled code draws numbers in its own way
         self.draws = any(map(compiled, self.learn.model.modules()))
@@ -199,14 +200,18 @@ class _Beside:
     def attempt(self, plan):
         "What comes of a call before the batch's own one; `None` if that raises anything"
         try:
-            with unchanged(self.learn, noted=self.noted), comparable(), torch.no_grad(): return self._calls(plan)
+            with unchanged(self.learn, noted=self.noted) as kept, comparable(), torch.no_grad(): res = self._calls(plan)
         except Exception: return None
+        self.written = kept.noted
+        return res
 
     def control(self, context, n=1):
-        "What comes of calls in fp32 in a context, after the batch's own call"
-        with unchanged(self.learn), comparable(), torch.no_grad():
-            self.noted.put_back()
-            with context: return self._calls(None, n)
+        "What comes of calls in fp32 in a context, after the batch's own call; `None` if that raises, as a check may"
+        try:
+            with unchanged(self.learn), comparable(), torch.no_grad():
+                self.noted.put_back()
+                with context: return self._calls(None, n)
+        except Exception: return None
 
     def differ(self, half, fp32, controls=None):
         "Are predictions wrong, or what goes to the next batch?"
@@ -217,7 +222,7 @@ class _Beside:
     def explained(self, half, fp32, plan):
         "Does rounding explain how `half` and `fp32` differ, or do two runs in fp32 differ as well?"
         controls = self.control(rounded(plan)),self.control(nullcontext(), n=2)
-        return not self.differ(half, fp32, controls)
+        return None in controls or not self.differ(half, fp32, controls)
 
 def _same_infinities(pred, reference):
     "Are there infinities, in the same places?"
@@ -278,6 +283,7 @@ class Comparison:
         if batches.learn.training: self.is_due = False
         beside = _if_memory_allows(lambda: _Beside(batches, call_by))
         fp32 = beside and beside.attempt(None)
+        if fp32 is not None: batches.restore_too(beside.written)
         mine = fp32 is not None,bool(beside and beside.draws)
         ran,draws = zip(*step.ranks.gather(mine))
         if not all(ran): return call()

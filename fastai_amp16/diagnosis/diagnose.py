@@ -105,6 +105,7 @@ def _report(case, all_buffers):
     case.silent = case.ranks.any(case.silent)
     case.fp32 = case.run_fp32()
     if case.fp32.error is not None: raise case.fp32.error
+    case.draws = case.ranks.any(case.fp32.drew)
     decide = judge if case.ranks.all(case.fp32.finite) else blame
     report = in_report(case, decide(case))
     if all_buffers and report.verdict=='healthy':

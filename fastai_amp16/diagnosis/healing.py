@@ -10,7 +10,7 @@ from dataclasses import dataclass,field
 from enum import Enum
 from fastai.basics import *
 from ..precision.names import in_words,keep_code,names_of
-from ..util.torch_private import is_out_of_memory
+from ..util.torch_private import compiled,is_out_of_memory
 from .report import error_in_words
 from ..train.ranks import RankFailed
 from ..train.decide import Next
@@ -114,6 +114,8 @@ def diagnose_step(
     if raised and named and not _raises_again(case): verdict,named = Verdict.fine,[]
     if verdict is Verdict.fine and not silent: # is there an infinity in fp32 as well?
         if not case.ranks.any(case.fp32.infinite): verdict = Verdict.gone
+    if verdict is Verdict.gone and error and any(map(compiled, case.model.modules())): # a diagnosis runs its code eagerly
+        verdict,why = Verdict.unknown,[*why, f"compiled code raises {error_in_words(error)}"]
     failures = list(dict.fromkeys(filter(None, why)))
     return Diagnosis(verdict, named, failures, error, silent)
 

@@ -29,9 +29,11 @@ def _as_drawn(t):
 
 class _DrawsInFp32(TorchDispatchMode):
     "Random numbers, dropout's too, are drawn in fp32 and rounded"
+    drew = False # Has anything been drawn?
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.overloadpacket not in _draws: return func(*args, **kwargs)
+        self.drew = True
         dtype = kwargs.get('dtype') or getattr(args[0], 'dtype', None)
         is_half = dtype in half_types
         if kwargs.get('dtype') in half_types: kwargs = {**kwargs, 'dtype':torch.float32}
@@ -90,5 +92,5 @@ def eager():
 
 @contextmanager
 def comparable():
-    "A context in which random numbers do not depend on the precision"
-    with eager(), _DropoutByTorch(), _DrawsInFp32(): yield
+    "A context in which random numbers do not depend on the precision; `drew` of what it gives tells whether there are any"
+    with eager(), _DropoutByTorch(), _DrawsInFp32() as draws: yield draws

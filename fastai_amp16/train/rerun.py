@@ -13,6 +13,7 @@ from fastai.basics import *
 from ..precision.entry import Entry,outside
 from .grads import scale_grads
 from ..util.nested import all_tensors,stored
+from ..util.notes import Copy
 from ..precision.plan import PrecisionPlan
 from ..util.torch_private import hooks_of,no_torch_function
 from .snapshot import LearnerState,ModelState
@@ -130,8 +131,8 @@ def may_be_halfs(
     learn:Learner # Whose batch it was
 ) -> bool:
     "May half precision be why `e` was raised? Not in a callback or the optimizer, outside forward passes of these"
-    step = getattr(inspect.unwrap(type(learn.opt).step), '__code__', None) if learn.opt else None
-    zones = {Learner.__call__.__code__: False, step: False, Entry._inside.__code__: True}
+    step = inspect.unwrap(getattr(learn.opt, 'step', None)) # a wrapper has that of the optimizer in it
+    zones = {Learner.__call__.__code__: False, getattr(step, '__code__', None): False, Entry._inside.__code__: True}
     for frame,_ in reversed([*traceback.walk_tb(e.__traceback__)]):
         if frame.f_code in zones: return zones[frame.f_code]
     return True
@@ -152,6 +153,7 @@ class Batches:
         self.model_back,self.weights = model_state.note(),model_state.weights()
         self.gradients = Gradients(learn, model_state, leftovers)
         self.notes,self.inputs,self.at,self.in_memory = [],[],0,True
+        self.passes = entry.passes # before these batches
         self.do_one_batch = learn._do_one_batch # what runs a batch
 
     def add(self):
@@ -163,11 +165,26 @@ class Batches:
         self.inputs.append((self.learn.xb,self.learn.yb))
         self.at = len(self.notes)-1
 
+    def restore_too(self,
+        params # Trained weights to which the forward pass writes; now they are as at the start of the step
+    ):
+        "Restore these weights as well"
+        if not (copies := [*map(Copy, self.model_state.rewrites(params))]): return
+        back = self.model_back
+        def both():
+            back()
+            for o in copies: o.put_back()
+        self.model_back,self.weights = both,self.model_state.weights()
+
     def end(self):
         "Note that the current batch is over"
         self.entry.end_batch()
         self.model_state.end()
         self.learner_state.end()
+
+    def has_half(self) -> bool:
+        "Has the model run in half precision?"
+        return self.entry.passes>self.passes
 
     def has_changed(self) -> bool:
         "Has a weight changed since the start of the step, also by a write to `p.data`? Waits for the GPU"

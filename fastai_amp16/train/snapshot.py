@@ -14,7 +14,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.parameter import is_lazy
 from ..util.nested import all_tensors,cast_floats,half_types,tensors
-from ..util.notes import Attributes,Copy,mark,random_states
+from ..util.notes import Attributes,Copy,RandomStates,mark
 from ..precision.plan import is_half,norm_types,unwrap
 from .weights import FrozenWeights,KeptWeights
 from ..util.torch_private import buffers_of,compiled_call,no_torch_function,version
@@ -117,7 +117,6 @@ class ModelState:
         learn:Learner=None # The learner; it and its callbacks may hold other modules: a teacher, an average, a critic
     ):
         self.model,self.loss_func = model,loss_func
-        self.at = None # where a few numbers of weights are
         self.infinity_is_fault = True # Are infinite predictions a fault? Not where fp32 has them as well
         owners = find_owners(model, loss_func, learn)
         modules = owners.modules
@@ -135,13 +134,26 @@ class ModelState:
         theirs = [p for p in params if p in only_beside]
         trained = [p for p in params if p.requires_grad and p in mine]
         self.not_written = trained+theirs # a batch that writes to one of these cannot run again
+        self.rewritten = [] # but forward passes write to these, in each attempt anew
         self.frozen = FrozenWeights([p for p in params if not p.requires_grad and p not in only_beside])
-        self.some = trained[::len(trained)//8+1]
+        self._choose(trained)
+
+    def _choose(self, trained):
+        "Choose the weights of which a few numbers are looked at"
+        self.some,self.at = trained[::len(trained)//8+1],None
+
+    def rewrites(self, params) -> list: # Those that were not known
+        "From now on, also note trained weights to which a forward pass writes, as an embedding with `max_norm` does"
+        new = [p for p in self.not_written if p in {*params}]
+        self.rewritten += new
+        self.not_written = [p for p in self.not_written if p not in {*new}]
+        self._choose([p for p in self.not_written if p.requires_grad])
+        return new
 
     def note(self):
         "Return a function that restores the state at the start of a step, with training modes and `requires_grad`"
         frozen_back = self.frozen.note()
-        attrs_back = self.attrs.note(self.frozen.written())
+        attrs_back = self.attrs.note([*self.frozen.written(), *self.rewritten])
         training = [d['training'] for d in self.modes]
         trained = [p.requires_grad for p in self.params]
         def put_back():
@@ -226,6 +238,7 @@ class LearnerState:
         self.learn,self.more = learn,more
         self.cbs = self.attrs = None # callbacks may come and go
         self.inputs = None # of the last batch
+        self.random = RandomStates()
         self.writes = False # Has a batch written to its inputs?
 
     def end(self):
@@ -259,7 +272,7 @@ class LearnerState:
         hypers = [(d,d.copy()) for d in self._hypers()]
         with no_torch_function():
             attrs_back,inputs = self._note_attributes(),self._note_inputs()
-            states = random_states()
+            states = self.random.note()
         def put_back():
             with no_torch_function():
                 attrs_back()
@@ -312,13 +325,13 @@ def unchanged(
     learn:Learner, # Its model, loss function and callbacks may run
     dl=None, # A data loader that may run as well
     noted:AllNoted=None # At this very moment, or where the end is to be as then
-):
+): # A `KeptWeights`
     "A context in which you may run batches of `learn`; at its end everything is as before, gradients included"
     noted = noted or AllNoted(learn, dl)
     weights = KeptWeights(noted.params)
     for p in learn.model.parameters(): p.grad = None # else a backward pass would add to them
     try:
-        with weights: yield
+        with weights: yield weights
     finally:
         noted.put_back()
         weights.put_back()

@@ -9,22 +9,18 @@ __all__ = ['KeptWeights', 'FrozenWeights']
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from ..util.nested import tensors
+from ..util.nested import is_in_place,tensors
 from ..util.torch_private import version
 
 # %% ../../nbs/train/02_weights.ipynb #073797e1
 _sets_data = Tensor.data.__set__
-_changes_no_numbers = 'requires_grad_','detach_'
-_operators = '__setitem__',*(f'__i{o}__' for o in 'add sub mul truediv floordiv mod pow and or xor'.split())
-
-def _is_in_place(name):
-    if name.endswith('__'): return name in _operators
-    return name.endswith('_') and name not in _changes_no_numbers
-
 def _storage(t):
     "The memory of a tensor, which its views share; `None` if it has none to compare"
     if t.layout!=torch.strided or t.is_meta or t.is_nested or is_lazy(t): return None
     return t.untyped_storage().data_ptr()
+
+_renorm = F.embedding,F.embedding_bag # which may write to their weight, where no mode sees it
+def _max_norm(input, weight, third=None, max_norm=None, *args, **kwargs): return max_norm
 
 class KeptWeights(TorchFunctionMode):
     "A context that copies each weight before something writes to it, so that it takes no memory if nothing does"
@@ -38,7 +34,8 @@ class KeptWeights(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func==_sets_data: self.noted.setdefault(args[0], (args[0].data,None))
-        elif _is_in_place(getattr(func, '__name__', '')): self._note(args[:1])
+        elif is_in_place(func): self._note(args[:1])
+        elif func in _renorm and _max_norm(*args, **kwargs): self._note((args,kwargs))
         elif 'out' in kwargs: self._note(kwargs['out'])
         return func(*args, **kwargs)
 
