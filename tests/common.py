@@ -134,6 +134,21 @@ def poisoned(*wheres):
 
 anywhere = pytest.mark.parametrize('where', [pytest.param(o, marks=poisoned(o)) for o in said])
 
+class Elsewhere(torch.optim.Optimizer):
+    "As a package of optimizers may have it: momentum, a state of numbers and tensors, and no closure"
+    def __init__(self, params, lr=1e-3, momentum=0.9, weight_decay=0.):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group['params']:
+                if p.grad is None: continue
+                state = self.state[p]
+                if not state: state.update(n=0, mean=torch.zeros_like(p))
+                state['n'] += 1
+                state['mean'].lerp_(p.grad, 1-group['momentum'])
+                p.mul_(1-group['lr']*group['weight_decay']).add_(state['mean']/(state['mean'].norm()+1e-4), alpha=-group['lr'])
+
 class Watch(Callback):
     "State before each batch and after it, and which events fired"
     order = 99
