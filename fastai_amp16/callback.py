@@ -369,7 +369,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if end is BatchEnd.waits: return self.step.wait()
         if end is BatchEnd.bare:
             if self.step.outcome is Outcome.fine: self.record_step() # its gradients were judged after all
-            elif not self.step.batches.entry.closures: self.say_once(bare_step)
+            elif self.step.batches.has_half(): self.say_once(bare_step)
         self.step = None
 
     @contextmanager

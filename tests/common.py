@@ -1,7 +1,7 @@
 "A small learner, what makes it overflow or stops it, and what must hold of it"
 import math,warnings
 import pytest,torch
-from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,nn,set_seed
+from fastai.basics import Adam,Callback,DataLoader,DataLoaders,Learner,OptimWrapper,default_device,nn,partial,set_seed
 from fastai_amp16.optim.optimizer import AdamW16
 from conftest import asked
 
@@ -68,13 +68,13 @@ class Items(list):
     "A dataset that can be exported"
     def new_empty(self): return Items()
 
-def learner(model=mlp, n=64, bs=16, scale=1., loss_func=None, opt_func=AdamW16, lr=1e-2, shuffle=True, **kwargs):
+def learner(model=mlp, n=64, bs=16, scale=1., loss_func=None, opt_func=None, lr=1e-2, shuffle=True, **kwargs):
     set_seed(0, reproducible=True)
     x = torch.randn(n, 8)
     y = scale*(x[:,:1]*x[:,1:2]+0.1)
     loaders = DataLoader(Items(zip(x, y)), bs=bs, shuffle=shuffle),DataLoader(Items(zip(x[:16], y[:16])), bs=bs)
     dls = DataLoaders(*loaders, device=default_device()) # without, fastai would train on the CPU
-    return Learner(dls, model if isinstance(model, nn.Module) else model(), loss_func or mse, opt_func, lr=lr, **kwargs)
+    return Learner(dls, model if isinstance(model, nn.Module) else model(), loss_func or mse, opt_func or drawn, lr=lr, **kwargs)
 
 def fit(learn, n=2, lr=None, **kwargs):
     with learn.no_bar(), learn.no_logging(): learn.fit(n, lr, **kwargs)
@@ -148,6 +148,10 @@ class Elsewhere(torch.optim.Optimizer):
                 state['n'] += 1
                 state['mean'].lerp_(p.grad, 1-group['momentum'])
                 p.mul_(1-group['lr']*group['weight_decay']).add_(state['mean']/(state['mean'].norm()+1e-4), alpha=-group['lr'])
+
+optimizers = {'AdamW16':AdamW16, 'Adam':Adam, 'OptimWrapper':partial(OptimWrapper, opt=torch.optim.AdamW),
+              'from elsewhere':partial(OptimWrapper, opt=Elsewhere)}
+drawn = AdamW16 # the fixture `optimizer` draws another one
 
 class Watch(Callback):
     "State before each batch and after it, and which events fired"

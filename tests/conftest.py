@@ -1,5 +1,6 @@
 import gc,os,warnings
 from contextlib import ExitStack
+from zlib import crc32
 import pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1') # threads that wait for a busy core spin, and a test takes many times as long
@@ -73,6 +74,18 @@ def little_to_collect():
     "What the imports have left need not be looked through by each `gc.collect()` of a test"
     gc.collect()
     gc.freeze()
+
+with_any = 'faults healing attempts saving'.split() # files with tests of exceptions, interrupts, healing and checkpoints
+
+@pytest.fixture(autouse=True)
+def optimizer(request, monkeypatch):
+    """These hold with any optimizer: `learner` takes one that is drawn by the name of the test
+
+    FASTAI_AMP16_OPTIMIZER, one of `common.optimizers`, takes the same for all of them."""
+    if request.path.stem.removeprefix('test_') not in with_any: return
+    from common import optimizers
+    name = os.environ.get('FASTAI_AMP16_OPTIMIZER') or [*optimizers][crc32(request.node.nodeid.encode())%len(optimizers)]
+    monkeypatch.setattr('common.drawn', optimizers[name])
 
 @pytest.fixture
 def uncompared(monkeypatch):

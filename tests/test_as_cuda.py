@@ -22,6 +22,7 @@ parts = { # what runs there, as arguments of pytest
     'comparisons': ['test_silent.py', '-k', 'nothing_is_said or first_batch and fp16'],
     'healing': ['test_healing.py', '-k', 'silent_overflows or compared_with or checkpoints or hides or now_and_then or ranks_the_producer'],
     'programs': ['test_programs.py', '-k', 'see_true or healed or half_inputs_are_compared'],
+    'other clients': ['test_clients.py', '-k', 'closure or hook or transform or control or writes or healed'],
     'as in fp32': ['test_same_as_fp32.py', '-k', 'fp32s_way and (transformer or callback_that or gan or one_cycle or mixup)'],
 }
 

@@ -2,9 +2,7 @@
 import asyncio,math,threading,warnings
 import pytest,torch
 from fastai.basics import Callback,Learner,OptimWrapper,nn,partial,set_seed
-from fastai.optimizer import Adam
 from torch.func import grad,jacrev,jvp,vjp,vmap
-from fastai_amp16.all import AdamW16,PrecisionWarning
 from common import *
 
 F = nn.functional
@@ -25,8 +23,6 @@ def as_in_fp32(to, new, skipped=0):
 halves = pytest.mark.parametrize('to', [Learner.to_fp16_dynamic, Learner.to_bf16_dynamic], ids=['fp16','bf16'])
 
 # %% optimizers
-optimizers = {'AdamW16':AdamW16, 'Adam':Adam, 'OptimWrapper':partial(OptimWrapper, opt=torch.optim.AdamW),
-              'from elsewhere':partial(OptimWrapper, opt=Elsewhere)}
 every_optimizer = pytest.mark.parametrize('opt_func', optimizers.values(), ids=optimizers)
 
 class OutOf(nn.Module):

@@ -7,7 +7,7 @@ from fastai.basics import (Callback,CancelBackwardException,CancelBatchException
                            Learner,SGD,nn,partial)
 from fastai.callback.all import GradientAccumulation,TerminateOnNaNCallback
 from torch.utils.checkpoint import checkpoint
-from fastai_amp16.all import FusedAdam,PrecisionWarning,half_forward
+from fastai_amp16.all import AdamW16,FusedAdam,PrecisionWarning,half_forward
 from fastai_amp16.diagnosis.messages import written_gradients
 from fastai_amp16.precision.stand_in import own_forward
 from common import *
@@ -16,7 +16,7 @@ from common import *
 
 def unrelated():
     "What a learner that has nothing to do with the others makes of its weights, in fp32 and in fp16"
-    return [p.tolist() for to in (Learner.to_fp32, Learner.to_fp16_dynamic) for p in weights(fit(to(learner(n=32)), 1))]
+    return [p.tolist() for to in (Learner.to_fp32, Learner.to_fp16_dynamic) for p in weights(fit(to(learner(n=32, opt_func=AdamW16)), 1))]
 
 @pytest.fixture(scope='module')
 def before_any_interrupt(): return unrelated(),process_wide()[:-1]

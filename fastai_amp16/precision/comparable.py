@@ -91,6 +91,6 @@ def eager():
     return torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
 
 @contextmanager
-def comparable():
-    "A context in which random numbers do not depend on the precision; `drew` of what it gives tells whether there are any"
+def comparable(): # Gives an object whose `drew` tells whether there were any
+    "A context in which random numbers do not depend on the precision"
     with eager(), _DropoutByTorch(), _DrawsInFp32() as draws: yield draws

@@ -203,6 +203,7 @@ class Entry:
         if torch.is_grad_enabled(): _note_inputs(res, (args,kwargs))
         return res
 
+# %% ../../nbs/precision/05_entry.ipynb #ad5f89f5
 class MixesDtypes(TorchFunctionMode):
     "A context in which functions that raise for half-precision tensors compute in fp32, outside forward passes"
     def __init__(self,
@@ -221,6 +222,7 @@ class MixesDtypes(TorchFunctionMode):
             if is_same or is_in_place(func): raise
         return func(*fp32[0], **fp32[1])
 
+# %% ../../nbs/precision/05_entry.ipynb #a9cd37b2
 def outside(
     node # Of an autograd graph
 ) -> list: # Of tensors

@@ -73,6 +73,7 @@ def stored(
     if t.layout==torch.strided: return t
     return (t.coalesce() if t.is_sparse else t).values()
 
+# %% ../../nbs/util/00_nested.ipynb #f3f727b1
 _changes_no_numbers = 'requires_grad_','detach_'
 _operators = '__setitem__',*(f'__i{o}__' for o in 'add sub mul truediv floordiv mod pow and or xor'.split())
 
