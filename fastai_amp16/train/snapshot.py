@@ -348,7 +348,8 @@ def check_random_states(
     random.Random().setstate(res['random_state'])
     np.random.RandomState().set_state(res['numpy_state'])
     torch.Generator().set_state(res['torch_state'].cpu())
-    for o in res['torch_cuda_state'][:torch.cuda.device_count()]: torch.Generator('cuda').set_state(o.cpu())
+    cuda = [o.cpu() for o in res['torch_cuda_state']]
+    for o in cuda[:torch.cuda.device_count()]: torch.Generator('cuda').set_state(o)
     flags = res['torch_deterministic'],res['torch_benchmark']
     if {*map(type, flags)}!={bool}: raise TypeError(f"the flags of cuDNN are {flags}")
     if states['shuffling']: random.Random().setstate(states['shuffling'])
