@@ -43,8 +43,8 @@ def _with_arguments(f):
 def to_fp16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
     """Train in fp16 with `DynamicMixedPrecision`, which replaces any other mixed precision; `to_fp32` ends it
 
-    Raises `TypeError` for unknown arguments, `ValueError` for invalid ones and for an unsuitable model; for an
-    unsuitable optimizer, when `fit` starts."""
+    Raises `TypeError` for unknown arguments and for a `keep_fp32` of another kind, `ValueError` for invalid arguments
+    and for an unsuitable model; for an unsuitable optimizer, when `fit` starts."""
     return _use(self, 'fp16', kwargs)
 
 @patch

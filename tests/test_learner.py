@@ -499,7 +499,7 @@ def test_a_glance_says_how_lr_find_ended():
         with learn.no_bar(), learn.no_logging(): learn.lr_find(show_plot=False, **kwargs)
         return re.search('last fit: (.*)', repr(learn.mixed_precision))[1]
     assert ended(num_it=8, stop_div=False)=='lr_find, ended after 8 steps'
-    n = int(re.fullmatch(r'lr_find, ended after (\d+) steps', ended(start_lr=1., end_lr=1e5))[1])
+    n = int(re.fullmatch(r'lr_find, ended after (\d+) steps', ended(start_lr=1e-3, end_lr=1e5))[1])
     assert n==sum(learn.mixed_precision.history.fit==1)<100
     with learn.added_cbs(Raise('after_pred', ValueError)), pytest.raises(ValueError): ended(num_it=8)
     assert 'last fit: ended by a callback or an exception' in repr(learn.mixed_precision)
@@ -509,7 +509,8 @@ def test_a_glance_says_how_lr_find_ended():
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     "A package that stands between the learner and its batches, as tsai does, and fits"
-    (tmp_path/'installed_one.py').write_text('def around(f): return lambda *args: f(*args)\ndef train(learn): learn.fit(1) # in the package\n')
+    code = 'def around(f): return lambda *args: f(*args)\ndef train(learn): learn.fit(1) # in the package\n'
+    (tmp_path/'installed_one.py').write_text(code)
     def get_path(name, f=sysconfig.get_path): return str(tmp_path) if name=='purelib' else f(name)
     monkeypatch.setattr(sysconfig, 'get_path', get_path)
     monkeypatch.syspath_prepend(tmp_path)

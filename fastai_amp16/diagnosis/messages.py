@@ -191,7 +191,7 @@ def _cause_of_stop(mp, batches):
 def _why_stopped(mp, n):
     "Say at which step a fit ends early, and why"
     learn = mp.learn
-    done = len(mp.log.last_fit)
+    done = mp.log.n_in_fit
     batch = learn.epoch*learn.n_iter+learn.iter+1
     of = learn.n_epoch*learn.n_iter
     at = f'step {done} of {of}'

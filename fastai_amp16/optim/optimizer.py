@@ -97,7 +97,9 @@ class FusedAdam(Optimizer):
 
 # %% ../../nbs/optim/00_optimizer.ipynb #17f0fadc
 class _Partial(partial):
-    "A partial that pickles as one of fastai's own, so that an exported learner loads without this package"
+    """A partial that pickles as one of fastai's own, so that an exported learner loads without this package
+
+    Raises `TypeError` for arguments that the optimizer does not take, and translates PyTorch's names."""
     def __call__(self, *args, **kwargs):
         names = [*inspect.signature(self.func).parameters]
         unknown = [o for o in kwargs if o not in names]

@@ -50,7 +50,9 @@ def find_modules(
     model:nn.Module, # Where to look
     which # A module, a module type, a dotted name with `*`, a predicate `(name, module) -> bool`, or a list of these
 ) -> dict: # Dotted name to module
-    "The modules of `model` that `which` names; raises `ValueError` with near matches for an entry that names none"
+    """The modules of `model` that `which` names
+
+    Raises `ValueError` with near matches for an entry that names none, and `TypeError` for an entry of another kind."""
     res,modules = {},dict(model.named_modules())
     for entry in as_list(which):
         found = _matches(entry, modules)

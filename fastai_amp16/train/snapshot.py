@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from ..util.nested import all_tensors,cast_floats,half_types,tensors
 from ..util.notes import Attributes,Copy,mark,random_states
 from ..precision.plan import is_half,norm_types,unwrap
+from .scaler import require
 from .weights import FrozenWeights,KeptWeights
 from ..util.torch_private import buffers_of,compiled_call,no_torch_function,version
 
@@ -350,8 +351,7 @@ def check_random_states(
     torch.Generator().set_state(res['torch_state'].cpu())
     cuda = [o.cpu() for o in res['torch_cuda_state']]
     for o in cuda[:torch.cuda.device_count()]: torch.Generator('cuda').set_state(o)
-    flags = res['torch_deterministic'],res['torch_benchmark']
-    if {*map(type, flags)}!={bool}: raise TypeError(f"the flags of cuDNN are {flags}")
+    for k in ('torch_deterministic','torch_benchmark'): require(isinstance(res[k], bool), 'states', k, res[k], 'a bool')
     if states['shuffling']: random.Random().setstate(states['shuffling'])
 
 def set_learner_random_states(learn:Learner, # The learner, whose batches may be shuffled
