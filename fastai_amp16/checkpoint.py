@@ -81,8 +81,10 @@ def _take_random(mp, state):
     except Exception as e: raise ValueError(f"it is incomplete or damaged: {error_in_words(e)}") from e
     mp.resumed = mine
 
-_take = {'random':(_take_random, 'random state'), 'scaler':(_take_scaler, 'loss scale'),
-         'healing':(_take_healing, 'list of what stays in fp32')}
+_take = { # for each part: what takes it over, or raises `ValueError` without any change, and its name in words
+    'random': (_take_random, 'random state'),
+    'scaler': (_take_scaler, 'loss scale'),
+    'healing': (_take_healing, 'list of what stays in fp32')}
 
 class _OptAndMore(GetAttr):
     "The optimizer and the state of mixed precision: what `learn.opt` is to those who save or load a checkpoint"
@@ -103,9 +105,13 @@ def _get_opt(self):
     "The optimizer, or in a thread that saves or loads this learner an `_OptAndMore`"
     if 'opt' not in vars(self): raise AttributeError('opt')
     opt = vars(self)['opt']
-    return opt if opt is None or _saves.get() is not self else _OptAndMore(opt, self)
+    is_saved = opt is not None and _saves.get() is self
+    return _OptAndMore(opt, self) if is_saved else opt
 
-def _set_opt(self, opt): vars(self)['opt'] = opt.opt if isinstance(opt, _OptAndMore) else opt
+def _set_opt(self, opt):
+    if isinstance(opt, _OptAndMore): opt = opt.opt # read in such a thread
+    vars(self)['opt'] = opt
+
 def _del_opt(self): del vars(self)['opt']
 
 Learner.opt = property(_get_opt, _set_opt, _del_opt) # an attribute of each learner, as in fastai

@@ -2,7 +2,7 @@
 import pickle
 from copy import deepcopy
 import pytest,torch
-from fastai.basics import Adam,DataLoader,DataLoaders,Lamb,Larc,Learner,QHAdam,RAdam,default_device,nn,partial,ranger,set_seed
+from fastai.basics import Adam,DataLoader,DataLoaders,Lamb,Larc,Learner,QHAdam,RAdam,default_device,merge,nn,partial,ranger,set_seed
 from fastai_amp16.optim.optimizer import Adam16,AdamW16,FusedAdam,Lamb16,Larc16,QHAdam16,RAdam16,RMSProp16,ranger16
 
 def params(seed=0, dtype=torch.float32):
@@ -194,6 +194,7 @@ def test_what_a_pickle_holds_takes_the_same_steps(opt_func):
 def test_pytorchs_names_of_arguments_are_translated(opt_func):
     ps = [nn.Parameter(torch.ones(2))]
     says = r'takes no betas, weight_decay: its arguments are .*lr.*`betas` are `mom=` and `sqr_mom=`.*`wd=`'
-    for f in (opt_func, partial(opt_func, betas=(.9,.99))):
-        with pytest.raises(TypeError, match=says): f(ps, lr=1e-3, **({} if f is not opt_func else dict(betas=(.9,.99))), weight_decay=.01)
+    torchs = dict(betas=(.9,.99)),dict(weight_decay=.01)
+    for f,kwargs in ((opt_func, merge(*torchs)), (partial(opt_func, **torchs[0]), torchs[1])):
+        with pytest.raises(TypeError, match=says): f(ps, lr=1e-3, **kwargs)
     opt_func(ps, lr=1e-3, wd=0.1, eps=1e-5)

@@ -34,9 +34,10 @@ def _origin(frame):
     def is_in(*kinds):
         folders = [Path(sysconfig.get_path(o)).resolve() for o in kinds]
         return any(Path(file).resolve().is_relative_to(o) for o in folders)
-    is_package = {'site-packages','dist-packages'} & {*Path(file).parts} or is_in('purelib','platlib','scripts')
-    if is_package: return 'package'
-    return 'python' if is_in('stdlib','platstdlib') else 'user'
+    if not {'site-packages','dist-packages'}.isdisjoint(Path(file).parts): return 'package' # of any environment
+    if is_in('purelib','platlib','scripts'): return 'package'
+    if is_in('stdlib','platstdlib'): return 'python' # which holds those folders
+    return 'user'
 
 def warn_user(
     text:str # What happened, what was done and what you can do
@@ -46,8 +47,8 @@ def warn_user(
     If none of the code is yours, it points to the first line outside of this package, fastai, fastcore, torch and
     Python's library."""
     origins = [_origin(f) for f,_ in traceback.walk_stack(sys._getframe(1))]
-    found = [origins.index(o) for o in ('user','package') if o in origins]
-    at = found[0] if found else len(origins)-1
+    wanted = [o for o in ('user','package') if o in origins]
+    at = origins.index(wanted[0]) if wanted else len(origins)-1
     warn(text, PrecisionWarning, stacklevel=at+2)
 
 # %% ../../nbs/diagnosis/10_messages.ipynb #30a15ed2
@@ -119,9 +120,11 @@ def warn_of_idle_metrics(
     learn:Learner # About to fit without a `DynamicMixedPrecision`
 ):
     "Warn if columns of the training log will be empty"
-    idle = [type(m).__name__ for m in learn.metrics if isinstance(m, (LossScale,SkippedSteps,GradNorm))]
-    if idle: warn_user(f"Without to_fp16_dynamic() or to_bf16_dynamic(), {' and '.join(idle)} will be None in the "
-                       "training log. Training goes on; call one of them before the fit, or leave out these metrics.")
+    ours = LossScale,SkippedSteps,GradNorm
+    idle = [type(m).__name__ for m in learn.metrics if isinstance(m, ours)]
+    if not idle: return
+    warn_user(f"Without to_fp16_dynamic() or to_bf16_dynamic(), {', '.join(idle)} will be None in the training log. "
+              "Training goes on; call one of them before the fit, or leave out these metrics.")
 
 def warn_of_slow_half(
     plan:PrecisionPlan, # Of a model that is about to train

@@ -28,7 +28,8 @@ def _matcher(entry):
     if isinstance(entry, nn.Module): return lambda n,m: m is entry
     if isinstance(entry, str):       return lambda n,m: n and fnmatchcase(n, entry) # the model itself has the name ''
     if _takes_two(entry):            return entry
-    got = f'a function of {inspect.signature(entry)}' if callable(entry) else repr(entry)
+    got = repr(entry)
+    if callable(entry): got = f'a function of {inspect.signature(entry)}'
     raise TypeError("keep_fp32 takes modules, module types, dotted names with * and predicates "
                     f"(name, module) -> bool, and got {got}.")
 

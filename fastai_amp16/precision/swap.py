@@ -37,14 +37,15 @@ def _called(model, old):
 
 def _instead_of(m, new):
     "What `new` makes in place of the module `m`"
-    name,kind = getattr(new, '__name__', repr(new)),type(m).__name__
-    try: res = new() if isinstance(new, type) else new(m)
+    name = getattr(new, '__name__', repr(new))
+    args = () if isinstance(new, type) else (m,)
+    given = 'the old module' if args else 'no arguments'
+    try: res = new(*args)
     except Exception as e:
-        how = 'without arguments' if isinstance(new, type) else f'with a {kind}'
-        raise ValueError(f"swap_module replaces nothing, since {name}, called {how}, raised {type(e).__name__}: {e}. "
-                         "Pass a function that makes the new module from the old one.") from e
+        raise ValueError(f"swap_module replaces nothing, since {name}, called with {given}, raised "
+                         f"{type(e).__name__}: {e}. Pass a function that makes the new module from the old one.") from e
     if isinstance(res, nn.Module): return res
-    raise TypeError(f"swap_module replaces nothing, since {name} made {res!r} from a {kind}, and not a module.")
+    raise TypeError(f"swap_module replaces nothing, since {name} made {res!r}, which is not a module.")
 
 def _like(m, model):
     "The device and the training mode of the module `m`"

@@ -43,7 +43,10 @@ def _check_policy(dynamic, **numbers):
     require(isinstance(dynamic, bool), DynamicScaler.__name__, 'dynamic', dynamic,
             f'True or False (for a static scale: dynamic=False, init_scale={scale})')
 
-def _is_number(o): return isinstance(o, Real) and not isinstance(o, bool)
+def _is_number(o):
+    "Is it a number? `True` is none"
+    return isinstance(o, Real) and not isinstance(o, bool)
+
 def _is_whole(o): return _is_number(o) and o%1==0 # neither infinity nor NaN is
 
 _valid_state = { # for each entry of a state: what is valid, and that in words
