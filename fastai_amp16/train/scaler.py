@@ -161,7 +161,8 @@ class DynamicScaler(GradScaler):
             require(is_valid(value), name, k, value, allowed)
         super().load_state_dict(state)
         self._tolerance = min(state['_tolerance'], self.hysteresis)
-        self.proven,self._target,self._calm = state['proven'],state['_target'],state['_calm']
+        self.proven = state['proven']
+        self._target,self._calm = state['_target'],state['_calm']
         self._set_scale(self._init_scale)
 
     @property

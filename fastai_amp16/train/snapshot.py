@@ -351,7 +351,8 @@ def check_random_states(
     torch.Generator().set_state(res['torch_state'].cpu())
     cuda = [o.cpu() for o in res['torch_cuda_state']]
     for o in cuda[:torch.cuda.device_count()]: torch.Generator('cuda').set_state(o)
-    for k in ('torch_deterministic','torch_benchmark'): require(isinstance(res[k], bool), 'states', k, res[k], 'a bool')
+    for k in ('torch_deterministic','torch_benchmark'):
+        require(isinstance(res[k], bool), 'states', k, res[k], 'a bool')
     if states['shuffling']: random.Random().setstate(states['shuffling'])
 
 def set_learner_random_states(learn:Learner, # The learner, whose batches may be shuffled
