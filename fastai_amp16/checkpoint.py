@@ -6,10 +6,15 @@
 __all__ = ['fastais_own', 'take_up', 'save_more']
 
 # %% ../nbs/01_checkpoint.ipynb #e630bc8c
+from contextvars import ContextVar
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
+from .precision.names import in_words
 from .optim.optimizer import as_fastais
-from .train.snapshot import learner_random_states
+from .train.scaler import require
+from .train.snapshot import check_random_states,learner_random_states
+from .diagnosis.messages import warn_user
+from .diagnosis.report import error_in_words
 from .callback import running
 
 # %% ../nbs/01_checkpoint.ipynb #64b545bc
@@ -56,23 +61,60 @@ def _state(mp):
     healing = {'promoted':mp.promoted}
     return {'scaler':mp.scaler.state_dict(), 'healing':healing, 'random':random}
 
-class _OptAndMore:
-    "Stands in for `learn.opt` while a checkpoint is saved or loaded: the optimizer and the state of mixed precision"
+def _take_scaler(mp, state):
+    if state!={}: mp.scaler.load_state_dict(state) # that of a training without a loss scale is empty
+
+def _take_healing(mp, state):
+    names = state.get('promoted') if isinstance(state, dict) else state
+    are_names = isinstance(names, list) and all(isinstance(o, str) for o in names)
+    require(are_names, 'healing', 'promoted', names, 'a list of names')
+    mp.promoted = names
+    mp.promoted = mp.promoted_in(mp.learn.model)
+    missing = [o for o in names if o not in mp.promoted]
+    if missing: raise ValueError(f"the checkpoint names {in_words(missing)}, and the model has no such module")
+
+def _take_random(mp, state):
+    try:
+        by_rank = state,*state.get('ranks', ())
+        mine = first(by_rank[rank_distrib():])
+        if mine is not None: check_random_states(mine)
+    except Exception as e: raise ValueError(f"it is incomplete or damaged: {error_in_words(e)}") from e
+    mp.resumed = mine
+
+_take = { # for each part: what takes it over, or raises `ValueError` without any change, and its name in words
+    'random': (_take_random, 'random state'),
+    'scaler': (_take_scaler, 'loss scale'),
+    'healing': (_take_healing, 'list of what stays in fp32')}
+
+class _OptAndMore(GetAttr):
+    "The optimizer and the state of mixed precision: what `learn.opt` is to those who save or load a checkpoint"
+    _default = 'opt'
     def __init__(self, opt, learn): self.opt,self.learn = opt,learn
     def state_dict(self):
         mp = running(self.learn)
         return {**self.opt.state_dict(), **(_state(mp) if mp else {})}
     def load_state_dict(self, sd):
         sd = dict(sd)
-        self.learn._loaded = {k: sd.pop(k, None) for k in ('scaler','random','healing')}
+        loaded = {k: sd.pop(k, None) for k in _take}
         self.opt.load_state_dict(sd)
-        take_up(self.learn)
+        self.learn._loaded = loaded
 
-def _of_this_rank(random):
-    "The random state of this process"
-    if not (rank := rank_distrib()): return random
-    ranks = (random or {}).get('ranks', ()) # without the first
-    return ranks[rank-1] if rank<=len(ranks) else None
+_saves = ContextVar('saves', default=None) # the learner that this thread saves or loads at present
+
+def _get_opt(self):
+    "The optimizer, or in a thread that saves or loads this learner an `_OptAndMore`"
+    if 'opt' not in vars(self): raise AttributeError('opt')
+    opt = vars(self)['opt']
+    is_saved = opt is not None and _saves.get() is self
+    return _OptAndMore(opt, self) if is_saved else opt
+
+def _set_opt(self, opt):
+    if isinstance(opt, _OptAndMore): opt = opt.opt # read in such a thread
+    vars(self)['opt'] = opt
+
+def _del_opt(self): del vars(self)['opt']
+
+Learner.opt = property(_get_opt, _set_opt, _del_opt) # an attribute of each learner, as in fastai
 
 def take_up(
     learn:Learner # That has loaded a checkpoint, perhaps
@@ -80,26 +122,33 @@ def take_up(
     "Continue with the mixed precision of the last checkpoint; `to_fp16_dynamic` may come after `learn.load`"
     mp = running(learn)
     if mp is None: return
+    mp.step = None # an unfinished one belongs to the weights before
     loaded = vars(learn).pop('_loaded', None)
     if loaded is None: return
-    mp.resumed = _of_this_rank(loaded['random'])
-    if learn._grab_cbs(LRFinder): return # `lr_find` restores the weights, and keeps the scale and promotions it found
-    mp.plan = None
-    if healing := loaded['healing']: mp.promoted = healing['promoted']
-    if scaler := loaded['scaler']: mp.scaler.load_state_dict(scaler)
+    # `lr_find` restores the weights, and keeps the scale and promotions it found
+    if learn._grab_cbs(LRFinder): loaded = {'random': loaded['random']}
+    else: mp.plan = None
+    mp.resumed,left_out = None,[]
+    for k,state in loaded.items():
+        take,what = _take[k]
+        try:
+            if state is not None: take(mp, state)
+        except ValueError as e: left_out.append(f"its {what} ({str(e).rstrip('.')})")
+    if not left_out: return
+    warn_user(f"The checkpoint was loaded without {' and '.join(left_out)}. "
+              "The learner keeps its own instead; weights and optimizer were loaded.")
 
 def _with_more(f, loads):
-    "The method `f`, which saves or loads, with an `_OptAndMore` as `learn.opt`"
+    "The method `f`, which saves or loads, with an `_OptAndMore` as `learn.opt` in this thread"
     @functools.wraps(f)
     def g(self, *args, **kwargs):
-        if isinstance(self.opt, _OptAndMore): return f(self, *args, **kwargs)
-        if loads and self.opt is None: self.create_opt() # as fastai's does
-        opt = self.opt
-        if opt is not None: self.opt = _OptAndMore(opt, self)
+        if not loads and running(self) is None: return f(self, *args, **kwargs)
+        if loads: vars(self).pop('_loaded', None) # from another checkpoint
+        token = _saves.set(self)
         try: return f(self, *args, **kwargs)
         finally:
-            self.opt = opt
-            if loads and (mp := running(self)): mp.step = None # an unfinished one belongs to the weights before
+            _saves.reset(token)
+            if loads: take_up(self) # out here, as fastai would hide what it raises
     return g
 
 @functools.cache

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from inspect import cleandoc,signature
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision,ModelToHalf,NonNativeMixedPrecision
+from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientClip
 from fastcore.docments import docments
 from .precision.names import as_list,in_words
@@ -20,7 +21,7 @@ from .train.scaler import DynamicScaler,require
 from .train.history import plot_history
 from .optim.clip import GradientNormClip
 from .diagnosis.report import as_html
-from .diagnosis.messages import check_keywords
+from .diagnosis.messages import check_keywords,warn_of_idle_metrics
 from .callback import DynamicMixedPrecision,running
 from .checkpoint import fastais_own,save_more,take_up
 
@@ -42,8 +43,8 @@ def _with_arguments(f):
 def to_fp16_dynamic(self:Learner, **kwargs) -> Learner: # The same learner
     """Train in fp16 with `DynamicMixedPrecision`, which replaces any other mixed precision; `to_fp32` ends it
 
-    Raises `TypeError` for unknown arguments, `ValueError` for invalid ones and for an unsuitable model; for an
-    unsuitable optimizer, when `fit` starts."""
+    Raises `TypeError` for unknown arguments and for a `keep_fp32` of another kind, `ValueError` for invalid arguments
+    and for an unsuitable model; for an unsuitable optimizer, when `fit` starts."""
     return _use(self, 'fp16', kwargs)
 
 @patch
@@ -226,10 +227,16 @@ def _fit(learn, f):
     "Run `f`, which is all epochs, without gradients from before, and leave none behind"
     if learn._fitting: return _with_stand_ins(learn, f)
     vars(learn).pop('_loaded', None) # by a fit without mixed precision
+    finds_lr = bool(learn._grab_cbs(LRFinder))
     def run():
         learn._fitting = True
         if mp := running(learn): mp.begin_fit(hasattr(learn, 'skip_to_epoch'))
-        with _closures_in_fp32(learn): f()
+        elif not finds_lr: warn_of_idle_metrics(learn)
+        try:
+            with _closures_in_fp32(learn): f()
+        except CancelFitException: # by which `lr_find` ends
+            if mp and finds_lr: mp.log.ending = f'lr_find, ended after {mp.log.n_in_fit} steps'
+            raise
         if mp: mp.log.ending = 'complete'
     try: _with_stand_ins(learn, run)
     finally:

@@ -107,3 +107,13 @@ def test_plot():
 def test_bad_input(max_norm):
     with pytest.raises(ValueError, match='max_norm='): GradientNormClip(max_norm)
     with pytest.raises(ValueError, match='norm_type='): GradientNormClip(1., max_norm)
+
+def test_a_second_one_is_refused_when_the_fit_starts():
+    "fastai keeps both, and finds the second one by name"
+    learn = learner([GradientNormClip(1.), GradientNormClip(2.)])
+    says = 'takes one GradientNormClip, and this one has 2, with the limits 1, 2: call learn.remove_cbs'
+    with pytest.raises(ValueError, match=says): fit(learn)
+    learn.remove_cbs(GradientNormClip).add_cb(GradientNormClip(3.))
+    fit(learn, 1)
+    with pytest.raises(ValueError, match='limits 3, 4'): learn.fit(1, cbs=GradientNormClip(4.))
+    fit(learn, 1)

@@ -1,8 +1,10 @@
 "A row for each step: as a table, a picture and columns of the training log"
-import math,warnings
+import math,threading,warnings
 import matplotlib.pyplot as plt
-import pytest
-from fastai_amp16.all import GradNorm,GradientNormClip,LossScale,SkippedSteps
+import pytest,torch
+from fastai.basics import Callback
+from fastai_amp16.all import GradNorm,GradientNormClip,LossScale,PrecisionWarning,SkippedSteps
+from fastai_amp16.optim import clip as clip_module
 from fastai_amp16.train.history import History,plot_history
 from common import Poison,fit,learner
 
@@ -49,7 +51,7 @@ def test_history_and_metrics_of_a_fit():
     assert drawn['ran again, step taken: 1']==[0] and drawn['skipped: 3']==[1,3,5] and axs[0].get_yscale()=='log'
     limit, = [o for o in axs[1].lines if o.get_label()=='clipped at 0.25']
     assert set(limit.get_ydata())=={0.25}
-    fit(learn.to_fp32(), 1)
+    with pytest.warns(PrecisionWarning, match='will be None'): fit(learn.to_fp32(), 1)
     assert learn.recorder.values[-1][2:]==[None]*3
 
 def test_metrics_of_an_epoch_without_a_step():
@@ -91,3 +93,96 @@ def test_fits_are_told_apart():
     assert drawn()==(df.step.tolist(), ['lr_find 1','fit 2'])
     assert drawn(last=True)==drawn(fit=2)==(df.step[df.fit==2].tolist(), []) and drawn(fit=1)[0]==df.step[df.fit==1].tolist()
     with pytest.raises(ValueError, match=r'fit.*one of \[0, 1, 2\]'): mp.plot(fit=9)
+
+def filled(n=200):
+    "A history of two fits with `n` steps each, the last one skipped"
+    log = History()
+    for _ in range(2):
+        log.begin_fit('fit')
+        for i in range(n): log.add(1., 0, i==n-1, float(i), lr=i)
+    return log
+
+def test_what_a_step_asks_of_the_history_does_not_depend_on_its_length():
+    "Only the last steps are looked at"
+    class Steps(list):
+        n_read = 0
+        def __getitem__(self, i):
+            res = super().__getitem__(i)
+            self.n_read += len(res) if isinstance(i, slice) else 1
+            return res
+        def __reversed__(self):
+            for o in super().__reversed__():
+                self.n_read += 1
+                yield o
+        def __iter__(self): raise AssertionError('all steps are read')
+    log = filled()
+    log.steps = Steps(log.steps)
+    assert log.largest_norm==198 and log.n_in_fit==200 and log.last_lr==198
+    assert log.steps.n_read<=34
+    log.begin_fit('fit')
+    assert log.largest_norm==math.inf and log.n_in_fit==0 and log.last_lr is None
+    log.add(1., 0, True, math.inf, lr=1.)
+    assert log.last_lr is None and log.n_in_fit==1 and log.largest_norm==math.inf
+
+def test_a_fit_reads_only_the_last_steps_of_its_history(monkeypatch):
+    "In each of its steps"
+    class Steps(list):
+        most = 0
+        def __getitem__(self, i):
+            res = super().__getitem__(i)
+            if isinstance(i, slice): self.most = max(self.most, len(res))
+            return res
+        def __iter__(self): raise AssertionError('all steps are read')
+    learn = learner(cbs=GradientNormClip()).to_fp16_dynamic()
+    log = learn.mixed_precision.log
+    log.steps = Steps()
+    class Fills(Callback):
+        def before_train(self):
+            for _ in range(500): log.add(2.**16, 0, False, 1.)
+    fit(learn, 1, cbs=Fills())
+    assert log.n_in_fit==504 and log.steps.most<=32
+
+def test_each_norm_is_read_once():
+    "At the end of each epoch, only those of the epoch"
+    learn = learner(cbs=GradientNormClip())
+    clip,read = learn.gradient_norm_clip,[]
+    with pytest.MonkeyPatch.context() as patch:
+        def count(os, f=clip_module.read_all):
+            read.append(len(os))
+            return f(os)
+        patch.setattr(clip_module, 'read_all', count)
+        fit(learn, 3)
+    assert read==[4,4,4] and len(clip.norms)==12 and all(isinstance(o, float) for o in clip.norms)
+
+def test_norms_that_are_added_while_another_thread_reads_them_are_kept(monkeypatch):
+    learn = fit(learner(cbs=GradientNormClip()), 1)
+    clip = learn.gradient_norm_clip
+    def read(os, f=clip_module.read_all):
+        res = f(os)
+        clip._norms.append(torch.tensor(9.))
+        return res
+    monkeypatch.setattr(clip_module, 'read_all', read)
+    assert len(clip.norms)==5
+    monkeypatch.undo()
+    assert len(clip.norms)==5 and clip.norms[-1]==9
+
+def test_the_history_can_be_read_while_another_thread_adds_steps():
+    log,stop = filled(2000),threading.Event()
+    def add():
+        while not stop.is_set(): log.add(1., 0, False, 1.)
+    thread = threading.Thread(target=add)
+    thread.start()
+    try: lengths = [len(log.frame()) for _ in range(10)]
+    finally:
+        stop.set()
+        thread.join()
+    assert lengths==sorted(lengths) and lengths[-1]>4000
+
+@pytest.mark.parametrize('to', ['to_fp32','to_fp16'])
+def test_metrics_say_that_they_need_mixed_precision(to):
+    "In one warning a fit, though not in `lr_find`, which shows no table"
+    learn = getattr(learner(metrics=metrics()), to)()
+    with pytest.warns(PrecisionWarning, match='LossScale, SkippedSteps, GradNorm will be None in the training log') as told:
+        with learn.no_bar(), learn.no_logging(): learn.fit(2)
+    assert len([o for o in told if o.category is PrecisionWarning])==1 and told[-1].filename==__file__
+    with learn.no_bar(), learn.no_logging(): learn.lr_find(num_it=8, show_plot=False)

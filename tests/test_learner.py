@@ -1,12 +1,13 @@
 "Asking for a report leaves no trace, before a fit, in it and after it; what healing found goes with the learner wherever it goes"
-import copy,inspect,linecache,logging,math,pickle,random,re,sys,threading,warnings
+import copy,importlib,inspect,linecache,logging,math,pickle,random,re,sys,sysconfig,threading,warnings
 from collections import Counter,deque
+from contextlib import contextmanager
 from types import SimpleNamespace
 import numpy as np
 import pytest,torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from fastai.basics import Callback,DataLoader,DataLoaders,Learner,default_device,nn,noop,set_seed
+from fastai.basics import Callback,CancelFitException,DataLoader,DataLoaders,Learner,default_device,nn,noop,set_seed
 from fastai.callback.mixup import MixUp
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import LMDataLoader,LMTensorText
@@ -19,7 +20,7 @@ from fastai_amp16.ask import training_case
 from fastai_amp16.learner import looking
 from fastai_amp16.train.snapshot import unchanged
 import hostile
-from common import Do,Poison,between,clean,equal,fit,learner,mse,process_wide,state,times_and_back,weights
+from common import Do,Poison,Raise,between,clean,equal,fit,learner,mse,process_wide,state,times_and_back,weights
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
 
@@ -489,6 +490,67 @@ def test_mixed_precision_at_a_glance():
         assert not [o for o in said if o not in text]
         assert 'norms' not in text # as it has none
     assert len(repr(mp).splitlines())==8
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_a_glance_says_how_lr_find_ended():
+    "At its last step, or where the loss explodes; an exception ends it as it ends a fit"
+    learn = learner().to_fp16_dynamic()
+    def ended(**kwargs):
+        with learn.no_bar(), learn.no_logging(): learn.lr_find(show_plot=False, **kwargs)
+        return re.search('last fit: (.*)', repr(learn.mixed_precision))[1]
+    assert ended(num_it=8, stop_div=False)=='lr_find, ended after 8 steps'
+    n = int(re.fullmatch(r'lr_find, ended after (\d+) steps', ended(start_lr=1e-3, end_lr=1e5))[1])
+    assert n==sum(learn.mixed_precision.history.fit==1)<100
+    with learn.added_cbs(Raise('after_pred', ValueError)), pytest.raises(ValueError): ended(num_it=8)
+    assert 'last fit: ended by a callback or an exception' in repr(learn.mixed_precision)
+    with learn.added_cbs(Raise('after_batch', CancelFitException)): fit(learn, 1)
+    assert 'last fit: ended by a callback or an exception' in repr(learn.mixed_precision)
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    "A package that stands between the learner and its batches, as tsai does, and fits"
+    code = 'def around(f): return lambda *args: f(*args)\ndef train(learn): learn.fit(1) # in the package\n'
+    (tmp_path/'installed_one.py').write_text(code)
+    def get_path(name, f=sysconfig.get_path): return str(tmp_path) if name=='purelib' else f(name)
+    monkeypatch.setattr(sysconfig, 'get_path', get_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module('installed_one')
+    del sys.modules['installed_one']
+
+@contextmanager
+def between_lines(): yield
+
+def lines_of_warnings(train):
+    "What ends the lines that the warnings of a fit point to"
+    learn = learner(cbs=Poison(range(3), 'backward')).to_fp16_dynamic()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        with learn.no_bar(), learn.no_logging(): train(learn)
+    ours = [o for o in told if issubclass(o.category, PrecisionWarning)]
+    assert len(ours)>1
+    return {linecache.getline(o.filename, o.lineno).rpartition('# ')[2].strip() for o in ours}
+
+def test_warnings_point_past_packages_to_the_users_line(installed, monkeypatch):
+    "Also past Python's own library, and to a package where no code is the user's"
+    def train(learn): learn.fit(1) # the user's
+    for around in (installed.around, between_lines()):
+        with monkeypatch.context() as patch:
+            patch.setattr(Learner, 'one_batch', around(Learner.one_batch))
+            assert lines_of_warnings(train)=={"the user's"}
+    def in_a_thread(learn):
+        thread = threading.Thread(target=installed.train, args=(learn,))
+        thread.start()
+        thread.join()
+    assert lines_of_warnings(in_a_thread)=={'in the package'}
+
+def test_warnings_point_to_a_cell_of_a_notebook():
+    "Whose file does not exist"
+    code = compile('def train(learn):\n    learn.fit(1)\n', '<ipython-input-3-abc>', 'exec')
+    names = {'__name__':'__main__'}
+    exec(code, names)
+    learn = learner(cbs=Poison(range(3), 'backward')).to_fp16_dynamic()
+    with learn.no_bar(), learn.no_logging(), pytest.warns(PrecisionWarning) as told: names['train'](learn)
+    assert {(o.filename,o.lineno) for o in told if o.category is PrecisionWarning}=={('<ipython-input-3-abc>',2)}
 
 @pytest.mark.parametrize('name', ['to_fp16_dynamic','to_bf16_dynamic'])
 def test_help_explains_each_argument(name):

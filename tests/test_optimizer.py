@@ -2,7 +2,7 @@
 import pickle
 from copy import deepcopy
 import pytest,torch
-from fastai.basics import Adam,DataLoader,DataLoaders,Lamb,Larc,Learner,QHAdam,RAdam,default_device,nn,partial,ranger,set_seed
+from fastai.basics import Adam,DataLoader,DataLoaders,Lamb,Larc,Learner,QHAdam,RAdam,default_device,merge,nn,partial,ranger,set_seed
 from fastai_amp16.optim.optimizer import Adam16,AdamW16,FusedAdam,Lamb16,Larc16,QHAdam16,RAdam16,RMSProp16,ranger16
 
 def params(seed=0, dtype=torch.float32):
@@ -189,3 +189,12 @@ def test_what_a_pickle_holds_takes_the_same_steps(opt_func):
         return p.detach()
     assert b'fastai_amp16' not in data
     torch.testing.assert_close(run(opt_func), run(pickle.loads(data)), rtol=1e-5, atol=1e-6)
+
+@pytest.mark.parametrize('opt_func', [AdamW16, Adam16, RAdam16, Lamb16, QHAdam16, Larc16, ranger16, RMSProp16])
+def test_pytorchs_names_of_arguments_are_translated(opt_func):
+    ps = [nn.Parameter(torch.ones(2))]
+    says = r'takes no betas, weight_decay: its arguments are .*lr.*`betas` are `mom=` and `sqr_mom=`.*`wd=`'
+    torchs = dict(betas=(.9,.99)),dict(weight_decay=.01)
+    for f,kwargs in ((opt_func, merge(*torchs)), (partial(opt_func, **torchs[0]), torchs[1])):
+        with pytest.raises(TypeError, match=says): f(ps, lr=1e-3, **kwargs)
+    opt_func(ps, lr=1e-3, wd=0.1, eps=1e-5)

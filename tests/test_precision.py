@@ -2,6 +2,7 @@
 import copy,gc,pickle,re,threading
 from contextlib import nullcontext
 from functools import partial
+import numpy as np
 import pytest,torch
 import torch.nn.functional as F
 from fastai.layers import BatchNorm1dFlat,LinBnDrop
@@ -11,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.precision.names import find_modules
 from fastai_amp16.precision.plan import PrecisionPlan,half_forward,is_norm,norm_types,register_norm
-from common import not_as_cuda
+from common import learner,mlp,not_as_cuda
 
 pytestmark = pytest.mark.cpu_only("beside that one's autocast")
 
@@ -698,3 +699,20 @@ def test_plans_that_take_turns_leave_nothing_behind():
         assert held[-1].dtype==alone[i].dtype and torch.equal(held[-1], alone[i])
     for i in (4,0,5,2,1,0,2,1,0): del held[i]
     assert not held and not any({'forward','__reduce_ex__'} & {*vars(m)} for m in net.modules())
+
+class Bad:
+    def __call__(self, name, module): raise TypeError('my own')
+
+@pytest.mark.parametrize('keep_fp32,got', [(lambda m: True, 'a function of (m)'), (lambda: True, 'a function of ()'),
+    (lambda a,b,c: True, 'a function of (a, b, c)'), (slice(0, 2), 'slice(0, 2, None)'), (np.zeros(2), 'array('),
+    (torch.zeros(2), 'tensor('), ([torch.zeros(2)], 'tensor(')])
+def test_what_keep_fp32_cannot_be_is_named(keep_fp32, got):
+    learn = learner()
+    with pytest.raises(TypeError, match=r'^keep_fp32 takes modules, .*\(name, module\) -> bool, and got '+re.escape(got)):
+        learn.to_fp16_dynamic(keep_fp32=keep_fp32)
+    assert not hasattr(learn, 'mixed_precision')
+
+def test_a_predicate_of_two_arguments_raises_its_own_errors():
+    with pytest.raises(TypeError, match='^my own$'): learner().to_fp16_dynamic(keep_fp32=Bad())
+    for f in (lambda n,m,k=1: n=='0', lambda *args: args[0]=='0', partial(lambda a,n,m: n=='0', 1)):
+        assert learner().to_fp16_dynamic(keep_fp32=f).mixed_precision.make_plan(mlp()).in_fp32

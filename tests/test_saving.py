@@ -1,12 +1,12 @@
 "Checkpoints and exported learners, resumed and read elsewhere"
-import copy,functools,os,pickle,random,signal,warnings
+import copy,functools,math,os,pickle,random,re,signal,threading,warnings
 from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 import pytest,torch
 from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,L,Learner,OptimWrapper,
                            TfmdLists,load_learner,nn,noop,partial,set_seed,tensor)
 from fastai.callback.all import GradientAccumulation,MixedPrecision,SaveModelCallback
-from fastai_amp16.all import (AdamW16,DynamicMixedPrecision)
+from fastai_amp16.all import (AdamW16,DynamicMixedPrecision,PrecisionWarning)
 from fastai_amp16.all import GradNorm,GradientNormClip,RMSProp16,ranger16
 from fastai_amp16.learner import running
 from common import *
@@ -359,3 +359,158 @@ def test_an_export_after_to_fp32_needs_nothing_of_this_package(tmp_path):
     learn.dls = DataLoaders.from_dsets(TfmdLists([0], [noop]), TfmdLists([0], [noop]), bs=8)
     learn.to_fp32().export('plain.pkl')
     in_a_process(alone, tmp_path)
+
+# %% checkpoints that are broken
+def small(path, **kwargs): return learner(plain_mlp, path=path, shuffle=False, **kwargs)
+
+def change(path, f):
+    "Change the entry `opt` of the checkpoint 'a'"
+    fn = path/'models/a.pth'
+    saved = torch.load(fn, weights_only=False)
+    f(saved['opt'])
+    torch.save(saved, fn)
+
+def part(*keys, to):
+    "A function that puts `to` in place of a part of the entry `opt`"
+    def f(o):
+        for k in keys[:-1]: o = o[k]
+        if to is None: o.pop(keys[-1])
+        else: o[keys[-1]] = to
+    return f
+
+no_scale = [part('scaler', to=o) for o in ([1], 'a', 3, {'scale':2.})]
+no_scale += [part('scaler', 'scale', to=o) for o in ('a', tensor(8.), 8j, True, math.nan, -1.)]
+no_scale += [part('scaler', k, to='a') for k in ('growth_interval','_growth_tracker','backoff_factor','growth_factor',
+                                                 '_target','_calm','_tolerance','proven')]
+no_names = [part('healing', to=o) for o in ([1], 'a', 3, {})]
+no_names += [part('healing', 'promoted', to=o) for o in (3, b'a', 'a', [3], [b'a'], [None])]
+no_random = [part('random', to=o) for o in ([1], 'a', 3, {})]+[part('random', 'all', k, to=o)
+             for k in ('random_state','numpy_state','torch_state','torch_cuda_state','torch_benchmark') for o in (None, 'a')]
+no_random += [part('random', 'shuffling', to=(1,2)), part('random', 'all', to=None), part('random', 'ranks', to=3)]
+
+@pytest.mark.parametrize('later', [False,True], ids=['before','after'])
+@pytest.mark.parametrize('what,changes', [('its loss scale', no_scale), ('its list of what stays in fp32', no_names),
+                                          ('its random state', no_random)], ids=['scale','names','random'])
+def test_what_is_broken_in_a_checkpoint_is_left_out_and_named(tmp_path, what, changes, later):
+    "Whether mixed precision was chosen before the load or after it; the rest is loaded, and one sentence says what is not"
+    a = fit(small(tmp_path).to_fp16_dynamic(init_scale=2.**9), 1)
+    a.mixed_precision.promoted = ['2']
+    for f in changes:
+        a.save('a')
+        change(tmp_path, f)
+        b = small(tmp_path)
+        if not later: b.to_fp16_dynamic()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter('always')
+            b.load('a')
+            if later: b.to_fp16_dynamic()
+        told = [o for o in told if issubclass(o.category, UserWarning)] # numpy has one of another kind for fastai's `load`
+        text, = [str(o.message) for o in told]
+        assert re.fullmatch(rf'The checkpoint was loaded without {what} \(.*\)\. The learner keeps its own instead; weights and '
+                            r'optimizer were loaded\.', text), text
+        assert told[0].filename==__file__
+        mp = b.mixed_precision
+        assert equal(state(a), state(b)) and b.opt.state_dict()['hypers']==a.opt.state_dict()['hypers']
+        assert mp.scaler.get_scale()==(2.**16 if changes is no_scale else 2.**9)
+        assert mp.promoted==([] if changes is no_names else ['2'])
+        assert (mp.resumed is None)==(changes is no_random)
+    fit(b, 1, start_epoch=0)
+
+def test_all_that_is_broken_is_named_at_once(tmp_path):
+    a = fit(small(tmp_path).to_fp16_dynamic(), 1)
+    a.save('a')
+    change(tmp_path, lambda o: o.update(scaler='a', healing='b', random='c'))
+    with pytest.warns(PrecisionWarning) as told: small(tmp_path).to_fp16_dynamic().load('a')
+    text, = [str(o.message) for o in told if issubclass(o.category, UserWarning)]
+    assert all(o in text for o in ('its random state (',' and its loss scale (',' and its list of what stays in fp32 ('))
+
+def test_modules_that_have_another_name_now_are_named(tmp_path):
+    a = small(tmp_path).to_fp16_dynamic()
+    a.mixed_precision.promoted = ['0','old','older.']
+    a.create_opt()
+    a.save('a')
+    with pytest.warns(PrecisionWarning, match='the checkpoint names `old`, the code of `older`, and the model has no such module'):
+        b = small(tmp_path).to_fp16_dynamic().load('a')
+    assert b.mixed_precision.promoted==['0'] and 'old' not in repr(b.mixed_precision)
+
+def test_what_a_checkpoint_without_an_optimizer_does_not_hold_is_not_taken_from_another_one(tmp_path):
+    a = fit(small(tmp_path).to_fp16_dynamic(init_scale=2.**9), 1)
+    a.save('a'), a.save('bare', with_opt=False)
+    with pytest.warns(UserWarning, match='optimizer state'): b = small(tmp_path).load('a').load('bare')
+    assert b.to_fp16_dynamic().mixed_precision.scaler.get_scale()==2**16
+
+# %% saving beside a fit
+class Beside(Callback):
+    "Does the steps of a fit while `save` is about to write its file in another thread"
+    def __init__(self, save): self.save = save
+    def before_batch(self):
+        if self.train_iter==1 and self.training:
+            self.thread = threading.Thread(target=self.save)
+            self.thread.start()
+            assert reached.wait(60)
+    def after_train(self):
+        done.set()
+        self.thread.join()
+
+@pytest.mark.parametrize('to', ['to_fp32','to_fp16_dynamic'])
+def test_a_save_in_a_thread_leaves_the_fit_alone(tmp_path, monkeypatch, to):
+    def write(*args, f=torch.save, **kwargs):
+        reached.set()
+        assert done.wait(60)
+        f(*args, **kwargs)
+    global reached,done
+    reached,done = threading.Event(),threading.Event()
+    learn = getattr(small(tmp_path), to)()
+    fit(learn, 1)
+    monkeypatch.setattr(torch, 'save', write)
+    with learn.added_cbs(Beside(partial(learn.save, 'a'))): fit(learn, 1)
+    assert type(learn.opt) is type(vars(learn)['opt']) and not hasattr(learn.opt, 'learn')
+    saved = torch.load(tmp_path/'models/a.pth', weights_only=False)['opt']
+    assert ('scaler' in saved)==(to!='to_fp32')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        b = small(tmp_path).load('a')
+    assert equal(state(learn), state(b))
+
+def test_a_learner_without_mixed_precision_saves_as_fastai_does(tmp_path):
+    "By the optimizer itself"
+    class Mine(Learner):
+        def save(self, *args, **kwargs):
+            self.seen = self.opt
+            return super().save(*args, **kwargs)
+    learn = small(tmp_path)
+    learn.__class__ = Mine
+    learn.create_opt()
+    learn.save('a')
+    assert learn.seen is learn.opt and set(torch.load(tmp_path/'models/a.pth', weights_only=False)['opt'])=={'state','hypers'}
+
+def test_methods_of_the_users_own_that_save_and_load(tmp_path):
+    "They may replace the optimizer, use it, call `super`, and find the loss scale loaded"
+    class Mine(Learner):
+        def save(self, *args, **kwargs):
+            opt,self.opt = self.opt,None
+            super().save('bare')
+            self.opt = opt
+            return super().save(*args, **kwargs)
+        def load(self, *args, **kwargs):
+            res = super().load(*args, **kwargs)
+            self.opt.zero_grad()
+            self.scale = self.mixed_precision.scaler.get_scale()
+            return res
+    def new():
+        learn = small(tmp_path)
+        learn.__class__ = Mine
+        return learn.to_fp16_dynamic()
+    a = new().to_fp16_dynamic(init_scale=2.**9)
+    fit(a, 1).save('a')
+    b = new().load('a')
+    assert type(b) is Mine and b.scale==2**9 and type(a.opt) is type(b.opt) and b.mixed_precision.learn is b
+    assert set(torch.load(tmp_path/'models/bare.pth', weights_only=False))==set(state(a))
+    fit(b, 1)
+
+def test_the_optimizer_is_an_attribute_as_in_fastai(tmp_path):
+    learn = small(tmp_path)
+    assert learn.opt is None and 'opt' in vars(learn)
+    learn.opt = 3
+    del learn.opt
+    assert not hasattr(learn, 'opt')

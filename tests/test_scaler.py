@@ -93,13 +93,44 @@ def test_state_of_torch():
     t.load_state_dict(s.state_dict())
     assert t.get_scale()==s.get_scale()
 
-@pytest.mark.parametrize('scale', [0., math.inf, math.nan, 2.**-100])
+@pytest.mark.parametrize('scale', [0., math.inf, 2.**-100])
 def test_loaded_scale_is_brought_within_bounds(scale):
     s = DynamicScaler('cpu')
     s.load_state_dict({**GradScaler('cpu').state_dict(), 'scale': scale})
     assert s.min_scale<=s.get_scale()<=s.max_scale
     s.update(scale)
     assert s.min_scale<=s.get_scale()<=s.max_scale
+
+broken = {
+    'scale': ('8', None, torch.tensor(8.), 8j, True, math.nan, -8.),
+    'growth_factor': ('2', None, 1., math.inf, math.nan),
+    'backoff_factor': ('2', None, 0., 1., math.nan),
+    'growth_interval': ('2', None, 0, 2.5, math.inf, math.nan, True),
+    '_growth_tracker': ('2', None, 2.5, math.nan),
+    '_tolerance': ('2', None, 2.5, [1]),
+    'proven': ('2', None, 1),
+    '_target': ('2', -1., math.nan, [1]),
+    '_calm': ('2', None, 2.5)}
+
+@pytest.mark.parametrize('k,v', [(k,v) for k,vs in broken.items() for v in vs], ids=str)
+def test_a_broken_state_is_refused_and_changes_nothing(k, v):
+    s = DynamicScaler('cpu', init_scale=2.**10)
+    s.took(2.**10)
+    before,other = vars(s).copy(),DynamicScaler('cpu', init_scale=8.).state_dict()
+    with pytest.raises(ValueError, match=rf'^DynamicScaler: {k}=.* is not valid; it must be [^\n]*\.$'): s.load_state_dict({**other, k:v})
+    assert vars(s)==before
+    s.load_state_dict(other)
+    assert s.get_scale()==8
+
+@pytest.mark.parametrize('state', [None, [], {}, 'a', 3], ids=str)
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(ValueError, match='DynamicScaler: state_dict=.*enabled GradScaler'): DynamicScaler('cpu').load_state_dict(state)
+
+@pytest.mark.parametrize('k', GradScaler('cpu').state_dict())
+def test_a_state_without_an_entry_of_torchs_is_refused(k):
+    state = DynamicScaler('cpu').state_dict()
+    del state[k]
+    with pytest.raises(ValueError, match=f'{k}=None'): DynamicScaler('cpu').load_state_dict(state)
 
 def test_static_and_disabled_load_nothing():
     other = DynamicScaler('cpu', 2.**10).state_dict()

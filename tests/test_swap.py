@@ -48,3 +48,28 @@ def test_swap_module_leaves_what_is_never_called():
     ((Tree(), nn.Sigmoid(), nn.Hardsigmoid), TypeError, 'replace, nn.Sigmoid, and got Sigmoid')])
 def test_swap_module_says_what_is_wrong(args, error, match):
     with pytest.raises(error, match=match): swap_module(*args)
+
+class Second:
+    "Makes a module for the first one, and something else for the others"
+    def __init__(self, then): self.then,self.n = then,0
+    def __call__(self, old):
+        self.n += 1
+        return nn.Identity() if self.n==1 else self.then()
+
+def fails(): raise KeyError('no')
+
+@pytest.mark.parametrize('new,error,match', [
+    (nn.Linear, ValueError, r'replaces nothing, since Linear, called with no arguments, raised TypeError: .*missing.*function that makes'),
+    (lambda: nn.Identity(), ValueError, 'called with the old module, raised TypeError: .*positional'),
+    (lambda old: fails(), ValueError, "called with the old module, raised KeyError: 'no'"),
+    (lambda old: 3, TypeError, 'made 3, which is not a module'),
+    (int, TypeError, 'int made 0, which'),
+    (Second(fails), ValueError, 'raised KeyError'),
+    (Second(lambda: None), TypeError, 'made None, which')])
+def test_a_replacement_that_fails_changes_nothing(new, error, match):
+    "Not even what could be replaced"
+    class Two(nn.Sequential): pass
+    m = Two(nn.Sigmoid(), nn.Sequential(nn.Sigmoid())).eval()
+    before = [*m.named_modules()]
+    with pytest.raises(error, match=match): swap_module(m, nn.Sigmoid, new)
+    assert [*m.named_modules()]==before and not any(o.training for o in m.modules())

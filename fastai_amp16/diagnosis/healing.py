@@ -166,7 +166,6 @@ def case_of(
     s = mp.scaler
     step = mp.step
     moves = s.is_enabled() and s.dynamic
-    taken = [o for o in mp.log.last_fit if not o.skipped]
     return Case(
         step,
         mp.keeps(mp.learn.model),
@@ -176,7 +175,7 @@ def case_of(
         start=s.start if moves else None,
         backward=mp.training,
         silent=step.silent,
-        lr=taken[-1].lr if taken else None,
+        lr=mp.log.last_lr,
         tell=tell)
 
 def heal(

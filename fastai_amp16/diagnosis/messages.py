@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['bare_step', 'closure_in_fp32', 'not_reproducible', 'static_overflow', 'written_gradients', 'cannot_rerun',
            'PrecisionWarning', 'warn_user', 'check_keywords', 'check_arguments', 'refuse_second_precision',
-           'warn_of_slow_half', 'showing', 'failed_diagnosis', 'stop_early']
+           'warn_of_idle_metrics', 'warn_of_slow_half', 'showing', 'failed_diagnosis', 'stop_early']
 
 # %% ../../nbs/diagnosis/10_messages.ipynb #ea8ccf59
-import itertools,sys
+import itertools,sys,sysconfig,traceback
 from difflib import get_close_matches
 from inspect import signature
 from fastai.basics import *
@@ -18,6 +18,7 @@ from ..precision.names import as_list
 from ..precision.plan import PrecisionPlan,convs
 from ..precision.recurrent import emulates_bf16
 from ..train.scaler import DynamicScaler,require
+from ..train.history import GradNorm,LossScale,SkippedSteps
 
 # %% ../../nbs/diagnosis/10_messages.ipynb #c6b91904
 class PrecisionWarning(UserWarning):
@@ -25,15 +26,30 @@ class PrecisionWarning(UserWarning):
 
 _walked_through = 'fastai_amp16','fastai','fastcore','torch'
 
+def _origin(frame):
+    "Whose code runs in `frame`? 'ours', that of a 'package', of 'python' or of the 'user'"
+    if frame.f_globals.get('__name__', '').split('.')[0] in _walked_through: return 'ours'
+    file = frame.f_code.co_filename
+    if file.startswith('<frozen '): return 'python' # such as `runpy`
+    def is_in(*kinds):
+        folders = [Path(sysconfig.get_path(o)).resolve() for o in kinds]
+        return any(Path(file).resolve().is_relative_to(o) for o in folders)
+    if not {'site-packages','dist-packages'}.isdisjoint(Path(file).parts): return 'package' # of any environment
+    if is_in('purelib','platlib','scripts'): return 'package'
+    if is_in('stdlib','platstdlib'): return 'python' # which holds those folders
+    return 'user'
+
 def warn_user(
     text:str # What happened, what was done and what you can do
 ):
-    "Give a `PrecisionWarning` that points to the line of your code that has led here, such as `learn.fit(5)`"
-    def is_ours(frame): return frame.f_globals.get('__name__', '').split('.')[0] in _walked_through
-    frame = sys._getframe(1)
-    level = 2
-    while frame.f_back and is_ours(frame): frame,level = frame.f_back,level+1
-    warn(text, PrecisionWarning, stacklevel=level)
+    """Give a `PrecisionWarning` that points to the line of your code that has led here, such as `learn.fit(5)`
+
+    If none of the code is yours, it points to the first line outside of this package, fastai, fastcore, torch and
+    Python's library."""
+    origins = [_origin(f) for f,_ in traceback.walk_stack(sys._getframe(1))]
+    wanted = [o for o in ('user','package') if o in origins]
+    at = origins.index(wanted[0]) if wanted else len(origins)-1
+    warn(text, PrecisionWarning, stacklevel=at+2)
 
 # %% ../../nbs/diagnosis/10_messages.ipynb #30a15ed2
 _instead = { # the names in fastai, apex, DeepSpeed and Lightning
@@ -86,7 +102,8 @@ def check_arguments(
     check('on_spiral', lambda o: o in ('heal','warn','raise'), "'heal', 'warn' or 'raise'")
     check('patience', lambda o: isinstance(o, int) and o>0, 'a whole number above 0')
     check('rerun', lambda o: isinstance(o, bool), 'True or False')
-    check('keep_fp32', lambda o: '' not in as_list(o), 'less than the whole model, which learn.to_fp32() keeps in fp32')
+    def names(keep_fp32): return [o for o in as_list(keep_fp32) if isinstance(o, str)] # an array has no truth value
+    check('keep_fp32', lambda o: '' not in names(o), 'less than the whole model, which learn.to_fp32() keeps in fp32')
 
 # %% ../../nbs/diagnosis/10_messages.ipynb #62188942
 def refuse_second_precision(
@@ -98,6 +115,16 @@ def refuse_second_precision(
         if theirs=='no': continue
         raise ValueError(f"Accelerate is set to mixed_precision={theirs!r}, which would be a second mixed precision: "
                          "start the script with `accelerate launch --mixed_precision no`.")
+
+def warn_of_idle_metrics(
+    learn:Learner # About to fit without a `DynamicMixedPrecision`
+):
+    "Warn if columns of the training log will be empty"
+    ours = LossScale,SkippedSteps,GradNorm
+    idle = [type(m).__name__ for m in learn.metrics if isinstance(m, ours)]
+    if not idle: return
+    warn_user(f"Without to_fp16_dynamic() or to_bf16_dynamic(), {', '.join(idle)} will be None in the training log. "
+              "Training goes on; call one of them before the fit, or leave out these metrics.")
 
 def warn_of_slow_half(
     plan:PrecisionPlan, # Of a model that is about to train
@@ -169,7 +196,7 @@ def _cause_of_stop(mp, batches):
 def _why_stopped(mp, n):
     "Say at which step a fit ends early, and why"
     learn = mp.learn
-    done = len(mp.log.last_fit)
+    done = mp.log.n_in_fit
     batch = learn.epoch*learn.n_iter+learn.iter+1
     of = learn.n_epoch*learn.n_iter
     at = f'step {done} of {of}'

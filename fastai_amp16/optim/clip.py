@@ -20,10 +20,11 @@ class GradientNormClip(Callback):
     The norm is one number for all parameter groups together. It is computed in fp32 from the true gradients: with
     `to_fp16_dynamic` and with fastai's `to_fp16`, this callback runs after they are divided by the loss scale. Clipping
     by norm keeps the direction of the step, while clipping by value (`torch.nn.utils.clip_grad_value_`) changes it.
-    Raises `ValueError` if `max_norm` or `norm_type` is not above 0.
+    Raises `ValueError` if `max_norm` or `norm_type` is not above 0, and when `fit` starts if the learner has several.
 
     Source: Pascanu et al., On the difficulty of training Recurrent Neural Networks (https://arxiv.org/abs/1211.5063)"""
     order = GradientClip.order
+    _n_read = 0 # the norms before are numbers, not tensors
     def __init__(self,
         max_norm:float=1., # Gradients with a larger norm are scaled down to this one
         norm_type:float=2. # Order of the norm; `math.inf` for the largest absolute value
@@ -35,6 +36,10 @@ class GradientNormClip(Callback):
 
     def before_fit(self):
         "If no callback runs between `DynamicMixedPrecision` and this one, the norm that it has read is the one to clip"
+        limits = [f'{cb.max_norm:g}' for cb in self.learn.cbs if isinstance(cb, GradientNormClip)]
+        if len(limits)>1:
+            raise ValueError(f"A learner takes one GradientNormClip, and this one has {len(limits)}, with the limits "
+                             f"{', '.join(limits)}: call learn.remove_cbs(GradientNormClip), and add one again.")
         cbs = self.learn.ordered_cbs('before_step')
         before = cbs[cbs.index(self)-1] if self in cbs[1:] else None
         self._knows = before if hasattr(type(before), 'step_norm') and self.norm_type==2 else None
@@ -56,7 +61,10 @@ class GradientNormClip(Callback):
         return float(one/(norm+eps)*max_norm)
 
     def after_train(self): self._fetch()
-    def _fetch(self): self._norms[:] = read_all(self._norms)
+    def _fetch(self):
+        start,end = self._n_read,len(self._norms) # another thread may add to them
+        self._norms[start:end] = read_all(self._norms[start:end])
+        self._n_read = end
 
     @property
     def norms(self) -> list:

@@ -6,6 +6,7 @@
 __all__ = ['AdamW16', 'Adam16', 'RAdam16', 'Lamb16', 'QHAdam16', 'Larc16', 'ranger16', 'RMSProp16', 'FusedAdam', 'as_fastais']
 
 # %% ../../nbs/optim/00_optimizer.ipynb #96f81e6a
+import inspect
 from collections import defaultdict
 from fastai.optimizer import *
 from fastai.torch_basics import *
@@ -96,7 +97,15 @@ class FusedAdam(Optimizer):
 
 # %% ../../nbs/optim/00_optimizer.ipynb #17f0fadc
 class _Partial(partial):
-    "A partial that pickles as one of fastai's own, so that an exported learner loads without this package"
+    """A partial that pickles as one of fastai's own, so that an exported learner loads without this package
+
+    Raises `TypeError` for arguments that the optimizer does not take, and translates PyTorch's names."""
+    def __call__(self, *args, **kwargs):
+        names = [*inspect.signature(self.func).parameters]
+        unknown = [o for o in kwargs if o not in names]
+        if not unknown: return super().__call__(*args, **kwargs)
+        raise TypeError(f"{self.func.__name__} takes no {', '.join(unknown)}: its arguments are {', '.join(names)}. "
+                        "(In fastai, PyTorch's `betas` are `mom=` and `sqr_mom=`, and `weight_decay` is `wd=`.)")
     def __reduce__(self): return as_fastais(self).__reduce__()
     def __deepcopy__(self, memo): return self # as of a function
 

@@ -6,6 +6,7 @@
 __all__ = ['as_list', 'find_modules', 'names_of', 'class_named', 'listed', 'in_words', 'covers', 'keep_code']
 
 # %% ../../nbs/precision/02_names.ipynb #02c7aef5
+import inspect
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 import torch
@@ -18,16 +19,27 @@ def as_list(
 ) -> list: # Its entries; `L` would take a Sequential apart
     "The entries of a `keep_fp32`"
     if keep_fp32 is None: return []
-    return list(keep_fp32) if is_listy(keep_fp32) else [keep_fp32]
+    has_entries = is_listy(keep_fp32) and not isinstance(keep_fp32, slice)
+    return list(keep_fp32) if has_entries else [keep_fp32]
 
 def _matcher(entry):
     "`entry` as a predicate `(name, module) -> bool`"
     if isinstance(entry, type):      return lambda n,m: isinstance(m, entry)
     if isinstance(entry, nn.Module): return lambda n,m: m is entry
     if isinstance(entry, str):       return lambda n,m: n and fnmatchcase(n, entry) # the model itself has the name ''
-    if callable(entry):              return entry
+    if _takes_two(entry):            return entry
+    got = repr(entry)
+    if callable(entry): got = f'a function of {inspect.signature(entry)}'
     raise TypeError("keep_fp32 takes modules, module types, dotted names with * and predicates "
-                    f"(name, module) -> bool, and got {entry!r}.")
+                    f"(name, module) -> bool, and got {got}.")
+
+def _takes_two(entry):
+    "Can `entry` be called with a name and a module? Some built-in functions do not say"
+    if not callable(entry): return False
+    try: inspect.signature(entry).bind('', None)
+    except TypeError: return False
+    except ValueError: pass
+    return True
 
 def _matches(entry, modules):
     "Those of `modules` that one entry of a `keep_fp32` names"
@@ -39,7 +51,9 @@ def find_modules(
     model:nn.Module, # Where to look
     which # A module, a module type, a dotted name with `*`, a predicate `(name, module) -> bool`, or a list of these
 ) -> dict: # Dotted name to module
-    "The modules of `model` that `which` names; raises `ValueError` with near matches for an entry that names none"
+    """The modules of `model` that `which` names
+
+    Raises `ValueError` with near matches for an entry that names none, and `TypeError` for an entry of another kind."""
     res,modules = {},dict(model.named_modules())
     for entry in as_list(which):
         found = _matches(entry, modules)

@@ -35,11 +35,22 @@ def _called(model, old):
     whole = {n: m for n,m in modules.items() if isinstance(m, (old,nn.MultiheadAttention))}
     return {n: m for n,m in outermost(whole).items() if isinstance(m, old)}
 
-def _instead_of(m, new, model):
+def _instead_of(m, new):
+    "What `new` makes in place of the module `m`"
+    name = getattr(new, '__name__', repr(new))
+    args = () if isinstance(new, type) else (m,)
+    given = 'the old module' if args else 'no arguments'
+    try: res = new(*args)
+    except Exception as e:
+        raise ValueError(f"swap_module replaces nothing, since {name}, called with {given}, raised "
+                         f"{type(e).__name__}: {e}. Pass a function that makes the new module from the old one.") from e
+    if isinstance(res, nn.Module): return res
+    raise TypeError(f"swap_module replaces nothing, since {name} made {res!r}, which is not a module.")
+
+def _like(m, model):
+    "The device and the training mode of the module `m`"
     ts = (t for o in (m,model) for t in (*o.parameters(), *o.buffers()))
-    device = first(t.device for t in ts)
-    res = new() if isinstance(new, type) else new(m)
-    return res.to(device=device).train(m.training)
+    return first(t.device for t in ts),m.training
 
 def swap_module(
     model:nn.Module, # Changed in place
@@ -50,12 +61,14 @@ def swap_module(
 
     A module that is used in several places is replaced by a single new one. The parts of an `nn.MultiheadAttention`
     stay, as they are never called. An optimizer that exists already does not know new parameters. Raises `ValueError`
-    if there is no such module, or if it is the model itself."""
+    if there is no such module, if it is the model itself, or if `new` raises, and `TypeError` for other arguments and
+    for a `new` that makes no module. The model is then unchanged."""
     _refuse_swap(model, old, new)
-    swapped = {}
-    for name,m in _called(model, old).items():
-        if m not in swapped: swapped[m] = _instead_of(m, new, model)
-        model.set_submodule(name, swapped[m])
+    called = _called(model, old)
+    swapped = {m: _instead_of(m, new) for m in dict.fromkeys(called.values())} # all, before anything changes
+    for name,m in called.items():
+        device,training = _like(m, model)
+        model.set_submodule(name, swapped[m].to(device=device).train(training))
     for m in model.modules(): # the fast path of such a layer knows two activations only
         if not isinstance(m, nn.TransformerEncoderLayer): continue
         if m.activation in swapped.values(): m.activation_relu_or_gelu = 0

@@ -6,6 +6,7 @@
 __all__ = ['StepRecord', 'History', 'LossScale', 'SkippedSteps', 'GradNorm', 'plot_history']
 
 # %% ../../nbs/train/08_history.ipynb #68e3d9a3
+import itertools
 from typing import NamedTuple
 from fastai.basics import *
 from matplotlib.ticker import LogFormatter
@@ -69,13 +70,20 @@ class History:
     @property
     def largest_norm(self) -> float:
         "The largest gradient norm of the last steps of the fit; infinite before there are eight"
-        norms = [o.grad_norm for o in self.last_fit[-32:] if not o.skipped]
+        start = max(self.fit_start, len(self.steps)-32)
+        norms = [o.grad_norm for o in self.steps[start:] if not o.skipped]
         return max(norms) if len(norms)>7 else math.inf
 
     @property
-    def last_fit(self) -> list:
-        "The steps of the last fit"
-        return self.steps[self.fit_start:]
+    def n_in_fit(self) -> int:
+        "How many steps the last fit has made"
+        return len(self.steps)-self.fit_start
+
+    @property
+    def last_lr(self) -> float|None:
+        "The learning rate of the last step that was taken in the fit"
+        steps = itertools.islice(reversed(self.steps), self.n_in_fit)
+        return next((o.lr for o in steps if not o.skipped), None)
 
     @property
     def epoch_steps(self) -> list:
@@ -84,7 +92,8 @@ class History:
 
     def frame(self) -> pd.DataFrame:
         "All steps as a table"
-        df = pd.DataFrame(self.steps, columns=StepRecord._fields)
+        steps = list(self.steps) # another thread may add to them
+        df = pd.DataFrame(steps, columns=StepRecord._fields)
         df = df.astype({'fit':int, 'epoch':int, 'reruns':int, 'skipped':bool})
         df.insert(0, 'step', range(len(df)))
         return df

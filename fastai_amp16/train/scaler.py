@@ -43,6 +43,23 @@ def _check_policy(dynamic, **numbers):
     require(isinstance(dynamic, bool), DynamicScaler.__name__, 'dynamic', dynamic,
             f'True or False (for a static scale: dynamic=False, init_scale={scale})')
 
+def _is_number(o):
+    "Is it a number? `True` is none"
+    return isinstance(o, Real) and not isinstance(o, bool)
+
+def _is_whole(o): return _is_number(o) and o%1==0 # neither infinity nor NaN is
+
+_valid_state = { # for each entry of a state: what is valid, and that in words
+    'scale': (lambda o: _is_number(o) and o>=0, 'a number that is not negative'),
+    'growth_factor': (lambda o: _is_number(o) and 1<o<math.inf, 'a finite number above 1'),
+    'backoff_factor': (lambda o: _is_number(o) and 0<o<1, 'a number between 0 and 1'),
+    'growth_interval': (lambda o: _is_whole(o) and o>0, 'a whole number of steps'),
+    '_growth_tracker': (_is_whole, 'a whole number of steps'),
+    '_tolerance': (_is_whole, 'a whole number of overflows'),
+    'proven': (lambda o: isinstance(o, bool), 'True or False'),
+    '_target': (lambda o: o is None or _is_number(o) and o>0, 'None or a number above 0'),
+    '_calm': (_is_whole, 'a whole number of steps')}
+
 class DynamicScaler(GradScaler):
     """A `torch.amp.GradScaler` whose scale stays within bounds, and is known without waiting for the device
 
@@ -132,12 +149,20 @@ class DynamicScaler(GradScaler):
     ):
         """Continue from `state_dict`, with its growth interval and factors, within this scaler's own bounds
 
-        Does nothing if this scaler is static or disabled."""
+        Does nothing if this scaler is static or disabled. Raises `ValueError` for a state with a missing or invalid
+        entry, and then changes nothing."""
         if not self.moves: return
-        super().load_state_dict(state_dict)
-        self._tolerance = min(state_dict.get('_tolerance', self.hysteresis), self.hysteresis)
-        self.proven = state_dict.get('proven', True)
-        self._target,self._calm = state_dict.get('_target'),state_dict.get('_calm', 0)
+        name = DynamicScaler.__name__
+        is_state = isinstance(state_dict, dict) and len(state_dict)>0
+        require(is_state, name, 'state_dict', state_dict, 'the state of an enabled GradScaler')
+        state = {'_tolerance':self.hysteresis, 'proven':True, '_target':None, '_calm':0, **state_dict}
+        for k,(is_valid,allowed) in _valid_state.items():
+            value = state.get(k)
+            require(is_valid(value), name, k, value, allowed)
+        super().load_state_dict(state)
+        self._tolerance = min(state['_tolerance'], self.hysteresis)
+        self.proven = state['proven']
+        self._target,self._calm = state['_target'],state['_calm']
         self._set_scale(self._init_scale)
 
     @property

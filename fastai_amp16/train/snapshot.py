@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Owners', 'find_owners', 'ModelState', 'LearnerState', 'AllNoted', 'unchanged', 'learner_random_states',
-           'set_learner_random_states']
+           'check_random_states', 'set_learner_random_states']
 
 # %% ../../nbs/train/03_snapshot.ipynb #74a48ee3
 import inspect,operator,re
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from ..util.nested import all_tensors,cast_floats,half_types,tensors
 from ..util.notes import Attributes,Copy,RandomStates,mark
 from ..precision.plan import is_half,norm_types,unwrap
+from .scaler import require
 from .weights import FrozenWeights,KeptWeights
 from ..util.torch_private import buffers_of,compiled_call,no_torch_function,version
 
@@ -352,6 +353,20 @@ def learner_random_states(learn:Learner # The learner, whose batches may be shuf
     res['numpy_state'] = kind,keys.tolist(),*rest
     rng = _shuffling(learn)
     return {'all': res, 'shuffling': rng and rng.getstate()}
+
+def check_random_states(
+    states:dict # From `learner_random_states`
+):
+    "Raise an exception of any kind unless random number generators can take over `states`"
+    res = states['all']
+    random.Random().setstate(res['random_state'])
+    np.random.RandomState().set_state(res['numpy_state'])
+    torch.Generator().set_state(res['torch_state'].cpu())
+    cuda = [o.cpu() for o in res['torch_cuda_state']]
+    for o in cuda[:torch.cuda.device_count()]: torch.Generator('cuda').set_state(o)
+    for k in ('torch_deterministic','torch_benchmark'):
+        require(isinstance(res[k], bool), 'states', k, res[k], 'a bool')
+    if states['shuffling']: random.Random().setstate(states['shuffling'])
 
 def set_learner_random_states(learn:Learner, # The learner, whose batches may be shuffled
                               states:dict): # From `learner_random_states`, perhaps of a machine with more GPUs or fewer
