@@ -44,7 +44,10 @@ def _bad_weights(case, v):
         first(v.counts).rpartition('.')[0])
 
 def _bad_data(case, v):
-    what = f'reach {v.top:.3g}, which is too much for fp32,' if v.top<math.inf else 'are not finite'
+    what = 'are not finite'
+    finite = [o for o in v.tops if math.isfinite(o)]
+    if len(finite)==len(v.tops): what = f'reach {max(finite):.3g}, which is too much for fp32,'
+    elif finite: what += ', or too large for fp32,'
     where = f"{len(v.samples)} of its {v.n} samples: {listed(v.samples, 10)}"
     if v.in_data_set: where += ' of the data set'
     return PrecisionReport('data',
@@ -105,19 +108,28 @@ def _in_backward(case, v, what):
         return f"Gradients of {what} reach {grad:.3g}: {case.kind} cannot hold them, {at}"
     return f"The derivative of {what} is not finite in {case.kind}, {at}; in fp32 it is finite"
 
+def _given_and_taken(v):
+    "The largest numbers that go out of the call at fault and into it, in fp32"
+    return [_largest(s.value for s in o) for o in (v.in_fp32.outs,v.in_fp32.ins)]
+
+def _largest_in_half(case, v):
+    "The largest number, in fp32, of the calls at fault that half precision takes part in"
+    def is_half(s): return getattr(v.half.seen.get(s.place), 'half', False)
+    calls = [[*o.ins,*o.outs] for o in case.fp32.frames if v.in_fp32 in (o,o.parent)]
+    return _largest(s.value for ss in calls if any(map(is_half, ss)) for s in ss)
+
 def _in_forward(case, v, what):
     kind = case.kind
     info = torch.finfo(case.dtype)
-    given = _largest(s.value for s in v.in_fp32.outs)
-    taken = _largest(s.value for s in v.in_fp32.ins)
+    given,taken = _given_and_taken(v)
     for way,n in (('gives',given),('takes in',taken)):
         if n>info.max:
             return f"{what} {way} numbers up to {n:.3g}, but the largest {kind} number is {info.max:g}"
-    if v.is_inside:
+    if v.is_infinite:
         return (f"{what} is not finite in {kind}; in fp32 it gives at most {given:.3g}: "
                 f"a number on the way is too large for {kind}, or so small that it becomes 0")
     if given<info.tiny: return f"{what} gives numbers up to {given:.3g}, most of which {kind} rounds to 0"
-    largest = max(given, taken)
+    largest = _largest_in_half(case, v)
     step = info.eps*2.**math.floor(math.log2(largest))
     return f"{what} computes with numbers up to {largest:.4g}, which {kind} holds in steps of {step:.3g}"
 
@@ -127,8 +139,13 @@ def _raised_here(v):
     if call is None: return False
     return call.call==v.frame.call if v.frame.op else call.name==v.frame.name
 
+_is_of_index = re.compile('index.*out of (bounds|range)').search
+_is_of_dtypes = re.compile('type.*(same|match|but (found|got|expected))|(same|match).*type').search
+
 def _raises(case, run, what):
-    return f"{run.hook or what} raises in {case.kind}: {error_in_words(run.error)}"
+    says = f"{run.hook or what} raises in {case.kind}: {error_in_words(run.error)}"
+    if _is_of_index(str(run.error)): says += f", since an index comes from a number that {case.kind} rounds"
+    return says
 
 def _of_call(case, v):
     "What is at fault in the call"
@@ -137,17 +154,17 @@ def _of_call(case, v):
     if _raised_here(v): return _raises(case, v.half, what)
     return _in_forward(case, v, what)
 
-_no_cause = 'but no module could be identified as the cause'
+_no_cause = ', but no module could be identified as the cause'
 
 def _of_batch(case, v):
     "What is known where no call can be named"
-    if case.silent and v.needed: # what has to stay in fp32 says where
-        computes = 'computes' if len(v.needed)==1 else 'compute'
-        return f"{case.kind} is too coarse for what {in_words(v.needed)} {computes}"
-    if case.silent: return f"{case.kind} is too coarse for this batch, {_no_cause}"
-    if v.plain.error is None: return f"Gradients are not finite in {case.kind}, {_no_cause}"
-    raises = _raises(case, v.plain, 'The backward pass')
-    return f"{raises}, {_no_cause}"
+    computes = f"{in_words(v.needed)} {'computes' if len(v.needed)==1 else 'compute'}"
+    if case.silent: # what has to stay in fp32 says where
+        return f"{case.kind} is too coarse for " + (f"what {computes}" if v.needed else f"this batch{_no_cause}")
+    what = 'The backward pass' if v.phase=='backward' else 'The forward pass'
+    if v.half.error is None: what += f" is not finite in {case.kind}"
+    else: what = _raises(case, v.half, what)
+    return what + (f", unless {computes} in fp32" if v.needed else _no_cause)
 
 def _cause(case, v):
     if v.frame is None: return '' if v.spoilt else f"{_of_batch(case, v)}."
@@ -160,10 +177,11 @@ def _effect(case, v):
     if v.spoilt: return f"The loss is finite, but not what goes to the next batch: {listed(v.spoilt)}."
     if not v.off: return ''
     what,by = v.off
+    if what=='infinities': return "Predictions are infinite or NaN where fp32's are finite."
     if what=='predictions': shows = f"Predictions differ from fp32's by {by:.0%}."
     elif what=='gradients': shows = f"Gradients are {by:.3g} times as large as fp32's."
     else: shows = f"The change of {in_words(what)}, which goes to the next batch, is {by:.0%} off fp32's."
-    if not v.is_inside: return shows
+    if not v.is_infinite: return shows
     return f"The code after it turns them into finite numbers, so nothing else shows the fault. {shows}"
 
 def _remedy(case, v):
@@ -173,11 +191,20 @@ def _remedy(case, v):
     is_half = bool(case.plan(v.remedy.promoted).in_half)
     return keep_code(names, case.dtype, is_half)
 
+def _matter(case, v):
+    "What is the matter with the call, as for `code_hint`"
+    if v.phase=='backward': return ''
+    if _raised_here(v): return 'dtypes' if _is_of_dtypes(str(v.half.error)) else 'raises'
+    info = torch.finfo(case.dtype)
+    given,taken = _given_and_taken(v)
+    is_in_range = max(given, taken)<=info.max and given>=info.tiny
+    return 'coarse' if is_in_range and not v.is_infinite else ''
+
 def _fault(case, v):
     sentence = f"{_cause(case, v)} {_effect(case, v)}".strip()
     sentence = re.sub('^the ', 'The ', sentence) # and no name of a module
-    report = PrecisionReport(v.phase, sentence, _remedy(case, v), '')
-    if v.frame: report.producer,report.op = _producer(v.frame),v.frame.op
+    report = PrecisionReport(v.phase, sentence, _remedy(case, v), first(v.needed, default='').rstrip('.'))
+    if v.frame: report.producer,report.op,report.matter = _producer(v.frame),v.frame.op,_matter(case, v)
     if v.remedy: report.promoted,report.new_scale = v.remedy.promoted,v.remedy.scale
     return report
 
