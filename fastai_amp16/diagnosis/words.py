@@ -223,6 +223,18 @@ def in_report(
     "Put a verdict into words"
     return _words[type(verdict)](case, verdict)
 
+_often = 1.5 # times as many calls as in fp32 are worth a word
+
+def more_calls(
+    case:Case # A healthy batch, with its runs
+) -> str: # A sentence; empty if there are none
+    "Say which module is called much more often in half precision, as by a solver that rounding keeps from its tolerance"
+    calls = {name: (n, case.half.calls[name,op]) for (name,op),n in case.fp32.calls.items() if op is None}
+    n,name = max((half/n, name) for name,(n,half) in calls.items()) if calls else (0,'')
+    if n<=_often: return ''
+    before,after = calls[name]
+    return f" {place_in_words(case, name)} is called {after} times, and {before} times in fp32, which takes longer."
+
 def room_in_words(
     case:Case, # The batch
     table:pd.DataFrame # Of the report on it, the module with the least room first
