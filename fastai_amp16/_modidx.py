@@ -685,6 +685,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'fastai_amp16/diagnosis/words.py'),
                                               'fastai_amp16.diagnosis.words.in_report': ( 'diagnosis/words.html#in_report',
                                                                                           'fastai_amp16/diagnosis/words.py'),
+                                              'fastai_amp16.diagnosis.words.more_calls': ( 'diagnosis/words.html#more_calls',
+                                                                                           'fastai_amp16/diagnosis/words.py'),
                                               'fastai_amp16.diagnosis.words.place_in_words': ( 'diagnosis/words.html#place_in_words',
                                                                                                'fastai_amp16/diagnosis/words.py'),
                                               'fastai_amp16.diagnosis.words.room_in_words': ( 'diagnosis/words.html#room_in_words',

@@ -217,8 +217,7 @@ def least_in_fp32(
     search = _Search(case)
     helps = search.run()
     # a fault that comes and goes leads a search astray
-    is_plain = search.kept and not search.rounds
-    if not is_plain and case.is_sound(): return Remedy([], case.scale, {})
+    if search.rounds and case.is_sound(): return Remedy([], case.scale, {})
     if not helps: return None
     if search.kept: search.drop()
     why = dict(sorted(search.kept.items(), key=lambda o: o[1].alike))
