@@ -274,7 +274,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.scaler.get_scale()==scale: self.log.skipped_in_a_row += 1
         if step.written: self.say_once(written_gradients)
         elif step.static and overflows: self.say_once(static_overflow.format(scale))
-        elif self.rerun and not step.can_rerun: self.say_once(cannot_rerun)
+        elif self.rerun and not step.can_rerun: self.say_once(cannot_rerun(overflows and self.scaler.is_enabled()))
         if self.on_spiral=='heal' and self.log.skipped_in_a_row>=self.patience: self.end_fit()
         raise CancelStepException()
 

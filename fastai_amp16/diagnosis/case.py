@@ -11,7 +11,7 @@ from collections import defaultdict
 from contextlib import nullcontext,suppress
 from dataclasses import dataclass,replace
 from fastai.basics import *
-from .compare import are_wrong,lost,rounded,wrong_first
+from .compare import are_wrong,has_become_infinite,lost,rounded,wrong_first
 from ..precision.comparable import comparable,eager
 from ..util.nested import cast_floats
 from ..precision.names import as_list
@@ -255,8 +255,9 @@ class Case:
 
     # of this rank's batch
     def fits(self, half:Recording): # A run in half precision
-        "Is everything finite, in the modules as well, and are the predictions right if `silent`?"
+        "Is everything finite, predictions and modules as well, and are the predictions right if `silent`?"
         if not half.finite: return False
+        if has_become_infinite(half.pred, self.fp32.pred): return False
         if self.spoilt(half): return False
         return not (self.silent and self.is_wrong(half))
 
@@ -306,6 +307,9 @@ class Case:
         if is_forward or res and not self.silent: return res
         # an infinity inside a module's own code mostly does no harm
         inner = [o for o in faults(half) if o[0]!='backward']
-        if not inner and self.silent and self.is_wrong(half):
-            inner = wrong_first(half, first(self.controls)) or wrong_first(half)
+        if not (self.silent and self.is_wrong(half)): return inner+res
+        wrong = wrong_first(half, first(self.controls)) or wrong_first(half)
+        # that infinity does none if something is wrong which has nothing to do with it
+        is_apart = not any(s.is_bad() for _,f in wrong for s in (*f.ins,*f.outs))
+        if not inner or wrong and is_apart: inner = wrong
         return inner+res

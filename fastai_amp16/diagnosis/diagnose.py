@@ -13,7 +13,7 @@ from ..train.ranks import RankFailed
 from .deviation import bits_lost
 from .case import Case,has_code
 from .verdict import bad_weights,blame,judge
-from .words import in_report,room_in_words
+from .words import in_report,more_calls,room_in_words
 
 # %% ../../nbs/diagnosis/09_diagnose.ipynb #057a21f6
 # how a column sums up what was measured in a module
@@ -115,6 +115,6 @@ def _report(case, all_buffers):
     report.dtype = case.dtype
     report.table = _table(case)
     if report.verdict=='healthy' and len(report.table):
-        report.sentence += f' {room_in_words(case, report.table)}'
+        report.sentence += f' {room_in_words(case, report.table)}{more_calls(case)}'
     if case.without: report.sentence += f' {case.without}'
     return report

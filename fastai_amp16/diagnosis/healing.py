@@ -153,7 +153,7 @@ def after(
     then = healing if on_spiral=='heal' else otherwise
     if silent: # wrong but finite: the step is taken
         if then in ('fp32','skip','unchanged'): then = 'again'
-    elif then=='unchanged' and not training: then = 'skip'
+    elif verdict is Verdict.fine and not training: then = 'skip' # a prediction counts as it is
     if raised and then in ('unchanged','skip','reference'): then = 'raise'
     return _ways[then]
 

@@ -32,6 +32,7 @@ class PrecisionReport:
     samples:list = field(default_factory=list) # Indices of samples at fault, in the data set or the batch
     dtype:torch.dtype = torch.float16 # `torch.float16` or `torch.bfloat16`
     done:str = '' # What was done about it, as a sentence
+    matter:str = '' # What is the matter with `op`, as for `code_hint`
 
     @property
     def fp32_fails(self) -> bool:
@@ -44,7 +45,7 @@ class PrecisionReport:
         if self.verdict not in ('forward','backward','loss'): return ''
         df = self.table.reindex(columns=['module','type'])
         kind = first(df.type[df.module==self.producer]) # of one of torch's modules
-        return code_hint(self.op or kind)
+        return code_hint(self.op or kind, self.matter)
 
     @property
     def warning(self) -> str:
@@ -123,11 +124,20 @@ _hints = ( # operations, or classes of torch's modules, and what to write there
     ('sum cumsum', "divide before the sum, not after it, or sum x.float()"),
     ('matmul bmm baddbmm einsum', "divide what is multiplied, such as the queries by their size, and not the product"))
 
+_hints_if_coarse = (
+    ('pow square mean var std var_mean std_mean', "x.float() before squares and their means"),
+    ('sum cumsum', "the sum of x.float()"))
+
 def code_hint(
-    op:str # Name of an operation, or of a class of torch's modules
+    op:str, # Name of an operation, or of a class of torch's modules
+    # What is the matter: 'coarse' if its numbers are rounded, 'dtypes' if they differ, 'raises' if anything else is
+    # raised; by default, numbers are too large or too small
+    matter:str=''
 ) -> str: # Empty if there is nothing to suggest
     "How to change the code of an operation so that half precision can hold its numbers"
-    return next((words for ops,words in _hints if op in ops.split()), '')
+    if matter=='dtypes': return ".to(x.dtype) for what meets a tensor x"
+    hints = {'':_hints, 'coarse':_hints_if_coarse}.get(matter, ())
+    return next((words for ops,words in hints if op in ops.split()), '')
 
 # %% ../../nbs/diagnosis/04_report.ipynb #dbdcd254
 def _num(x): return f'{x:.3g}'

@@ -9,8 +9,9 @@ __all__ = ['Healthy', 'BadWeights', 'BadData', 'Divergence', 'HighScale', 'Fault
 from dataclasses import dataclass
 from fastai.basics import *
 from ..util.nested import replace,tensors
+from ..precision.names import covers
 from .record import Frame,Recording
-from .compare import are_wrong
+from .compare import are_wrong,has_become_infinite
 from .deviation import deviation
 from .case import Case,faults
 from .remedy import Reason,Remedy,least_in_fp32
@@ -30,7 +31,7 @@ class BadWeights:
 class BadData:
     "Inputs or targets that fp32 cannot use"
     whose:list # 'inputs', 'targets' or both
-    top:float # The largest absolute number in them
+    tops:list # The largest absolute number in each of them; NaN if there is NaN
     samples:list # Indices of the samples at fault
     n:int # How many samples the batch has
     in_data_set:bool # Are `samples` indices in the data set? Else in the batch
@@ -60,12 +61,12 @@ class Fault:
     frame:Frame|None # The call at fault, if one can be named
     half:Recording # The run in which the fault was seen
     plain:Recording # A run in which no number was mended
-    needed:list # All that has to stay in fp32, as in `keep_fp32`; the first one holds the call at fault
+    needed:list # All that has to stay in fp32, as in `keep_fp32`; the first one holds the call at fault, if it is known
     remedy:Remedy|None # What helps; `None` if nothing that was tried does
     spoilt:list = () # Names of what is not finite in modules after the batch
     off:tuple = () # How far off results are that are finite but wrong, as in `_how_far_off`
     in_fp32:Frame = None # The same call in fp32
-    is_inside:bool = False # Are the numbers at fault made finite by the code after it?
+    is_infinite:bool = False # Does the call take in or give numbers that are not finite, in the forward pass?
 
 # %% ../../nbs/diagnosis/07_verdict.ipynb #2014abb6
 _exploded = 1e16 # fp32 ends at 3.4e38: the square of such a number comes near it
@@ -105,7 +106,9 @@ def _is_finite_without_bad_data(case):
     finally: case.batches.inputs = inputs
 
 def _at_fault(case, ts):
-    "The samples at fault in the inputs and in the targets: those with NaN, if there is any in the tensors `ts`"
+    """The samples at fault in the inputs and in the targets, and the largest number there
+
+    If there is any NaN in the tensors `ts`, only samples with NaN are at fault."""
     # an infinity may be intended then, as in a mask
     has_nan = case.ranks.any(any(t.isnan().any() for t in ts))
     def bad_samples(t):
@@ -113,8 +116,9 @@ def _at_fault(case, ts):
         return bad.reshape(_n_samples(t), -1).any(1).nonzero().flatten().tolist()
     found = {}
     for what,part in zip(('inputs','targets'), zip(*case.batches.inputs)):
-        at = {i for t in tensors(part) if _is_dense(t) for i in bad_samples(t)}
-        if at: found[what] = at
+        dense = [t for t in tensors(part) if _is_dense(t) and t.numel()]
+        at = {i for t in dense for i in bad_samples(t)}
+        if at: found[what] = at,math.nan if has_nan else max(t.abs().max().item() for t in dense)
     return found
 
 def _bad_data(case):
@@ -125,11 +129,11 @@ def _bad_data(case):
     if not _is_finite_without_bad_data(case): return None
     found = _at_fault(case, ts)
     if not found: return None
-    samples = sorted(set().union(*found.values()))
+    at,tops = zip(*found.values())
+    samples = sorted(set().union(*at))
     order = _in_data_set(case)
     if order: samples = [order[i] for i in samples]
-    top = max(t.abs().max().item() for t in ts if t.numel())
-    return BadData([*found], top, samples, max(map(_n_samples, ts)), bool(order))
+    return BadData([*found], tops, samples, max(map(_n_samples, ts)), bool(order))
 
 # %% ../../nbs/diagnosis/07_verdict.ipynb #b8b91222
 def _goes_in(frame):
@@ -185,27 +189,47 @@ def _how_far_off(case, plain):
     "What is wrong, and by how much: what goes to the next batch (its names), predictions or gradients"
     changes = case.lost(plain)
     if changes: return [*changes],max(changes.values())
+    if has_become_infinite(plain.pred, case.fp32.pred): return 'infinities',math.inf
     if are_wrong(case.learn, plain, case.fp32, case.controls):
         return 'predictions',deviation(plain.pred, case.fp32.pred)
     return 'gradients',plain.norm/case.fp32.norm if plain.finite else math.inf
 
+def _computes_in_half(run, frame):
+    "Does a call take in or give half precision, or one that it makes?"
+    calls = [o for o in run.frames if frame in (o,o.parent)]
+    return any(s.half for o in calls for s in (*o.ins,*o.outs,*o.params))
+
+def _is_kept(o):
+    "Does the call of a `Reason` belong to what stays in fp32 for it? What the model computes may meet in the loss"
+    name,r = o
+    if r.frame is None: return False
+    return name is None or r.frame.in_loss or f'{r.frame.name}.'==name or covers([name], r.frame.name)
+
+def _reasons(case, remedy):
+    "Pairs of what `remedy` keeps and the `Reason` of this rank; the call of the first one can be named, if that of any"
+    if remedy: return sorted([(o,r) for o,r in remedy.why.items() if r.half], key=_is_kept, reverse=True)
+    phase,frame = first(case.faults(case.half)) or ('backward',None)
+    return [(None, Reason(phase, frame, case.half))]
+
+def _name_call(res, r):
+    "Name the call at fault, unless half precision has no part in what is said of it"
+    frame = res.frame = _operation(r)
+    res.in_fp32 = _same_call(r.half.reference, frame)
+    res.is_infinite = any(o in (r.frame,frame) for phase,o in faults(r.half) if phase!='backward')
+    is_certain = res.phase=='backward' or res.is_infinite or r.half.open
+    if not (is_certain or _computes_in_half(r.half, frame)): res.frame = None
+
 def _fault(case, plain, remedy):
     "The `Fault` that `remedy` is for"
-    phase,frame = first(case.faults(case.half)) or ('backward',None)
-    why = {None: Reason(phase, frame, case.half)}
-    if remedy: why = {o: r for o,r in remedy.why.items() if r.half}
+    why = _reasons(case, remedy)
     if not why: return Healthy(elsewhere=True)
-    r = first(why.values())
-    needed = [o for o in why if o is not None]
-    res = Fault(r.phase, r.frame, r.half, plain, needed, remedy)
+    needed = [o for o,_ in why if o is not None]
+    _,r = why[0]
+    res = Fault(r.phase, None, r.half, plain, needed, remedy)
     if plain.finite: res.spoilt = case.spoilt(plain)
     if case.silent and not res.spoilt: res.off = _how_far_off(case, plain)
-    if r.frame is None:
-        if res.spoilt or res.off: res.phase = 'forward'
-        return res
-    res.frame = _operation(r)
-    res.in_fp32 = _same_call(case.fp32, res.frame)
-    res.is_inside = any(phase!='backward' for phase,_ in faults(r.half))
+    if _is_kept(why[0]): _name_call(res, r)
+    elif res.spoilt or res.off: res.phase = 'forward'
     return res
 
 def _is_silently_wrong(case, plain):
@@ -225,8 +249,9 @@ def judge(
     ranks = case.ranks
     was_silent = case.silent
     case.half = plain = case.run(reference=case.fp32)
-    # an infinity that was mended in this run may do no harm
-    if ranks.any(plain.error is None and faults(plain)): plain = case.run(modules=False)
+    # an infinity that was mended in this run may do no harm, and what the next run does not show comes and goes
+    is_bad = not plain.finite or bool(faults(plain))
+    if ranks.any(plain.error is None and is_bad): plain = case.run(modules=False)
     is_finite = ranks.all(plain.finite)
     if is_finite or was_silent: case.silent = _is_silently_wrong(case, plain)
     if not is_finite: case.silent = was_silent # gradients may be wrong at a lower scale as well
@@ -235,5 +260,6 @@ def judge(
     if remedy and not remedy.promoted: # everything is finite at that scale, but may be wrong
         case.silent = _is_silently_wrong(case, plain)
         if case.silent: remedy = least_in_fp32(case)
+        elif remedy.scale>=case.scale: return Healthy() # it fits unchanged: the fault comes and goes
         elif not case.fits(plain): return HighScale(remedy.scale)
     return Healthy(elsewhere=True) if case.fits(plain) else _fault(case, plain, remedy)
