@@ -22,7 +22,8 @@ from .diagnosis.compare import Comparison
 from .diagnosis.healing import heal
 from .diagnosis.report import Reports
 from .train.history import History
-from .diagnosis.messages import (bare_step,cannot_rerun,check_arguments,check_keywords,closure_in_fp32,refuse_second_precision,
+from .diagnosis.messages import (bare_step,cannot_rerun,check_arguments,check_keywords,closure_in_fp32,
+                                   refuse_second_precision,
                                    static_overflow,stop_early,warn_of_slow_half,warn_user,written_gradients)
 
 # %% ../nbs/00_callback.ipynb #c5961e06
@@ -369,7 +370,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if end is BatchEnd.waits: return self.step.wait()
         if end is BatchEnd.bare:
             if self.step.outcome is Outcome.fine: self.record_step() # its gradients were judged after all
-            elif self.step.batches.has_half(): self.say_once(bare_step)
+            elif not self.step.batches.entry.closures: self.say_once(bare_step)
         self.step = None
 
     @contextmanager

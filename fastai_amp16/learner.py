@@ -213,7 +213,7 @@ def _can_compute_half(mp):
 
 @contextmanager
 def _closures_in_fp32(learn):
-    "A context in which forward passes that a step of a torch optimizer makes compute in fp32, as nothing scales their loss"
+    "A context in which forward passes within a step of a torch optimizer are in fp32, as nothing scales their losses"
     opt = learn.opt.opt if isinstance(learn.opt, OptimWrapper) else learn.opt
     entry = vars(learn).get('_entry')
     if entry is None or not isinstance(opt, torch.optim.Optimizer): return (yield)

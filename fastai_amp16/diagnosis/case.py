@@ -94,13 +94,15 @@ def _record_batch(case, rec, loss_func):
 def _run(case, rec, loss_func, plan, compares):
     batches = case.batches
     learn = case.learn
-    draws = comparable() if compares and case.draws else eager() # autocast leaves `pinv` alone within the former's mode
+    # autocast leaves `pinv` alone in the mode of `comparable`
+    draws = comparable() if compares and case.draws else eager()
     records = rec if rec.modules else nullcontext()
     with case.ranks.no_sync(), draws as seen, torch.set_grad_enabled(case.backward), records:
         try: batches.run(plan, partial(_record_batch, case, rec, loss_func), to_the_end=True)
         except (Left,*control_exceptions): pass
         except Exception as e: rec.fail(e)
-        rec.on,rec.drew = False,getattr(seen, 'drew', False)
+        rec.on = False
+        rec.drew = getattr(seen, 'drew', False)
         rec.pred = cast_floats(getattr(learn, 'pred', None))
         loss = getattr(learn, 'loss', None) if len(learn.yb) else None
         made = [getattr(learn, k, None) for k in ('loss','loss_grad')] # a learner's own training step may have neither

@@ -98,6 +98,11 @@ def _raises_again(case):
     "What is not raised twice in a row is not half precision's fault: code that counts its calls may raise by itself"
     return case.ranks.any(all([case.run().error for _ in range(2)]))
 
+def _hidden(case, error):
+    "What was raised, in words, if a diagnosis may not see it, since it runs compiled code eagerly"
+    is_compiled = any(map(compiled, case.model.modules()))
+    if error is not None and is_compiled: return f"compiled code raises {error_in_words(error)}"
+
 def diagnose_step(
     case:Case, # The batches of the step
     error:Exception=None # The exception that half precision raised on this rank, if any
@@ -114,8 +119,7 @@ def diagnose_step(
     if raised and named and not _raises_again(case): verdict,named = Verdict.fine,[]
     if verdict is Verdict.fine and not silent: # is there an infinity in fp32 as well?
         if not case.ranks.any(case.fp32.infinite): verdict = Verdict.gone
-    if verdict is Verdict.gone and error and any(map(compiled, case.model.modules())): # a diagnosis runs its code eagerly
-        verdict,why = Verdict.unknown,[*why, f"compiled code raises {error_in_words(error)}"]
+    if verdict is Verdict.gone and (hidden := _hidden(case, error)): verdict,why = Verdict.unknown,[*why,hidden]
     failures = list(dict.fromkeys(filter(None, why)))
     return Diagnosis(verdict, named, failures, error, silent)
 

@@ -228,7 +228,7 @@ _often = 1.5 # times as many calls as in fp32 are worth a word
 def more_calls(
     case:Case # A healthy batch, with its runs
 ) -> str: # A sentence; empty if there are none
-    "Say which module is called much more often in half precision, as by a solver that rounding keeps from its tolerance"
+    "Say which module is called more often in half precision, as by a solver that rounding keeps from its tolerance"
     calls = {name: (n, case.half.calls[name,op]) for (name,op),n in case.fp32.calls.items() if op is None}
     n,name = max((half/n, name) for name,(n,half) in calls.items()) if calls else (0,'')
     if n<=_often: return ''

@@ -153,7 +153,6 @@ class Batches:
         self.model_back,self.weights = model_state.note(),model_state.weights()
         self.gradients = Gradients(learn, model_state, leftovers)
         self.notes,self.inputs,self.at,self.in_memory = [],[],0,True
-        self.passes = entry.passes # before these batches
         self.do_one_batch = learn._do_one_batch # what runs a batch
 
     def add(self):
@@ -181,10 +180,6 @@ class Batches:
         self.entry.end_batch()
         self.model_state.end()
         self.learner_state.end()
-
-    def has_half(self) -> bool:
-        "Has the model run in half precision?"
-        return self.entry.passes>self.passes
 
     def has_changed(self) -> bool:
         "Has a weight changed since the start of the step, also by a write to `p.data`? Waits for the GPU"

@@ -134,22 +134,23 @@ class ModelState:
         params = [p for p in self.params if not (is_lazy(p) or p.is_inference())]
         theirs = [p for p in params if p in only_beside]
         trained = [p for p in params if p.requires_grad and p in mine]
-        self.not_written = trained+theirs # a batch that writes to one of these cannot run again
-        self.rewritten = [] # but forward passes write to these, in each attempt anew
+        self.rewritten = [] # trained weights to which forward passes write, in each attempt anew
+        self._watch(trained, theirs)
         self.frozen = FrozenWeights([p for p in params if not p.requires_grad and p not in only_beside])
-        self._choose(trained)
 
-    def _choose(self, trained):
-        "Choose the weights of which a few numbers are looked at"
+    def _watch(self, trained, theirs):
+        "A batch that writes to one of these weights, of the model and of others, cannot run again"
+        self.trained,self.theirs = trained,theirs
         self.some,self.at = trained[::len(trained)//8+1],None
 
-    def rewrites(self, params) -> list: # Those that were not known
-        "From now on, also note trained weights to which a forward pass writes, as an embedding with `max_norm` does"
-        new = [p for p in self.not_written if p in {*params}]
+    def rewrites(self,
+        params # Parameters to which the forward pass writes, as an embedding with `max_norm` does
+    ) -> list: # Those that were not known
+        "From now on, note trained weights among `params` in each step"
+        new = {p for p in self.trained if p in params}
+        if new: self._watch([p for p in self.trained if p not in new], self.theirs)
         self.rewritten += new
-        self.not_written = [p for p in self.not_written if p not in {*new}]
-        self._choose([p for p in self.not_written if p.requires_grad])
-        return new
+        return [*new]
 
     def note(self):
         "Return a function that restores the state at the start of a step, with training modes and `requires_grad`"
@@ -177,7 +178,7 @@ class ModelState:
             by_device = groupby(map(first_few, self.some), operator.attrgetter('device'))
             self.at,self.few = at,list(by_device.values())
         numbers = [torch.cat(ts).view(torch.uint8) for ts in self.few] # as NaN is not equal to itself
-        return sum(map(version, self.not_written)),numbers
+        return sum(map(version, self.trained+self.theirs)),numbers
 
     def _all_held(self):
         "Iterate over the attributes that hold floating point numbers, as a name, a dict, a key and tensors"
