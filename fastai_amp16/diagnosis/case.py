@@ -91,25 +91,29 @@ def _record_batch(case, rec, loss_func):
         if case.ranks.size==1: raise
         if rec.waits: case.ranks.any(True) # the others are about to ask, and have other batches after this one
 
-def _run(case, rec, loss_func, plan, compares):
-    batches = case.batches
+def _note_results(case, rec):
+    "Note what the batches have made; a learner's own training step may have no `loss` or `loss_grad`"
     learn = case.learn
+    rec.pred = cast_floats(getattr(learn, 'pred', None))
+    loss = getattr(learn, 'loss', None) if len(learn.yb) else None
+    made = [getattr(learn, k, None) for k in ('loss','loss_grad')]
+    has_both = all(isinstance(o, Tensor) for o in made)
+    if has_both: rec.loss,rec.loss_grad = [o.detach() for o in made]
+    if learn.training and rec.total is None: # a learner's own training step, without events
+        rec.end_backward(case.batches.gradients)
+    rec.read(rec.pred if loss is None else loss, case.batches.model_state.carried())
+
+def _run(case, rec, loss_func, plan, compares):
     # autocast leaves `pinv` alone in the mode of `comparable`
     draws = comparable() if compares and case.draws else eager()
     records = rec if rec.modules else nullcontext()
     with case.ranks.no_sync(), draws as seen, torch.set_grad_enabled(case.backward), records:
-        try: batches.run(plan, partial(_record_batch, case, rec, loss_func), to_the_end=True)
+        try: case.batches.run(plan, partial(_record_batch, case, rec, loss_func), to_the_end=True)
         except (Left,*control_exceptions): pass
         except Exception as e: rec.fail(e)
         rec.on = False
         rec.drew = getattr(seen, 'drew', False)
-        rec.pred = cast_floats(getattr(learn, 'pred', None))
-        loss = getattr(learn, 'loss', None) if len(learn.yb) else None
-        made = [getattr(learn, k, None) for k in ('loss','loss_grad')] # a learner's own training step may have neither
-        if all(isinstance(o, Tensor) for o in made): rec.loss,rec.loss_grad = [o.detach() for o in made]
-        if learn.training and rec.total is None: # a learner's own training step, without events
-            rec.end_backward(batches.gradients)
-        rec.read(rec.pred if loss is None else loss, batches.model_state.carried())
+        _note_results(case, rec)
 
 def _that_raised(case, rec):
     "The call that raised; in a plain container it is the child that ran last, which a hook after it cannot take"
@@ -311,7 +315,8 @@ class Case:
         inner = [o for o in faults(half) if o[0]!='backward']
         if not (self.silent and self.is_wrong(half)): return inner+res
         wrong = wrong_first(half, first(self.controls)) or wrong_first(half)
+        if not inner: return wrong+res
         # that infinity does none if something is wrong which has nothing to do with it
-        is_apart = not any(s.is_bad() for _,f in wrong for s in (*f.ins,*f.outs))
-        if not inner or wrong and is_apart: inner = wrong
-        return inner+res
+        seen = [s for _,f in wrong for s in (*f.ins,*f.outs)]
+        is_apart = bool(wrong) and not any(s.is_bad() for s in seen)
+        return (wrong if is_apart else inner)+res

@@ -98,10 +98,12 @@ def _raises_again(case):
     "What is not raised twice in a row is not half precision's fault: code that counts its calls may raise by itself"
     return case.ranks.any(all([case.run().error for _ in range(2)]))
 
-def _hidden(case, error):
-    "What was raised, in words, if a diagnosis may not see it, since it runs compiled code eagerly"
-    is_compiled = any(map(compiled, case.model.modules()))
-    if error is not None and is_compiled: return f"compiled code raises {error_in_words(error)}"
+def _where_nothing_is_found(case, error):
+    "The `Verdict` where a diagnosis finds no fault, and why it may have missed one, in words"
+    if case.ranks.any(case.fp32.infinite): return Verdict.fine,None
+    is_compiled = any(map(compiled, case.model.modules())) # a diagnosis runs its code eagerly
+    if error is None or not is_compiled: return Verdict.gone,None
+    return Verdict.unknown,f"compiled code raises {error_in_words(error)}"
 
 def diagnose_step(
     case:Case, # The batches of the step
@@ -117,10 +119,9 @@ def diagnose_step(
     named = _merged([r if _names_a_fault(case, r) else None for r in reports])
     verdict = _verdict(reports, failed, named)
     if raised and named and not _raises_again(case): verdict,named = Verdict.fine,[]
-    if verdict is Verdict.fine and not silent: # is there an infinity in fp32 as well?
-        if not case.ranks.any(case.fp32.infinite): verdict = Verdict.gone
-    if verdict is Verdict.gone and (hidden := _hidden(case, error)): verdict,why = Verdict.unknown,[*why,hidden]
-    failures = list(dict.fromkeys(filter(None, why)))
+    missed = None
+    if verdict is Verdict.fine and not silent: verdict,missed = _where_nothing_is_found(case, error)
+    failures = list(dict.fromkeys(filter(None, (*why,missed))))
     return Diagnosis(verdict, named, failures, error, silent)
 
 # %% ../../nbs/diagnosis/11_healing.ipynb #367dc7de

@@ -157,8 +157,8 @@ def showing(
 bare_step = ("Your training step changed weights without fastai's events, so its loss was not scaled, and an overflow "
              'goes unnoticed. Call `self._do_grad_opt()`, or `learn._do_grad_opt()` in a callback, in place of '
              '`loss.backward()` and `opt.step()`.')
-closure_in_fp32 = ('The optimizer calls the model in its own step, through a closure, as L-BFGS does. These forward passes '
-                   'compute in fp32, because nothing scales their losses. Nothing needs to be done about it.')
+closure_in_fp32 = ('The optimizer calls the model in its own step, through a closure, as L-BFGS does. These forward '
+                   'passes compute in fp32, because nothing scales their losses. You need not do anything about it.')
 not_reproducible = ('A batch failed in {}, but not when it ran again unchanged, so nothing else was done about it. '
                     'If you see this often, look for code that reads memory before it writes to it, as some bf16 '
                     'convolutions on a CPU do.')

@@ -118,7 +118,9 @@ def _at_fault(case, ts):
     for what,part in zip(('inputs','targets'), zip(*case.batches.inputs)):
         dense = [t for t in tensors(part) if _is_dense(t) and t.numel()]
         at = {i for t in dense for i in bad_samples(t)}
-        if at: found[what] = at,math.nan if has_nan else max(t.abs().max().item() for t in dense)
+        if not at: continue
+        top = math.nan if has_nan else max(t.abs().max().item() for t in dense)
+        found[what] = at,top
     return found
 
 def _bad_data(case):
@@ -203,11 +205,15 @@ def _is_kept(o):
     "Does the call of a `Reason` belong to what stays in fp32 for it? What the model computes may meet in the loss"
     name,r = o
     if r.frame is None: return False
-    return name is None or r.frame.in_loss or f'{r.frame.name}.'==name or covers([name], r.frame.name)
+    if name is None or r.frame.in_loss: return True
+    if name==f'{r.frame.name}.': return True # its own code
+    return covers([name], r.frame.name)
 
 def _reasons(case, remedy):
     "Pairs of what `remedy` keeps and the `Reason` of this rank; the call of the first one can be named, if that of any"
-    if remedy: return sorted([(o,r) for o,r in remedy.why.items() if r.half], key=_is_kept, reverse=True)
+    if remedy:
+        of_this_rank = [(o,r) for o,r in remedy.why.items() if r.half]
+        return sorted(of_this_rank, key=_is_kept, reverse=True)
     phase,frame = first(case.faults(case.half)) or ('backward',None)
     return [(None, Reason(phase, frame, case.half))]
 
@@ -215,9 +221,11 @@ def _name_call(res, r):
     "Name the call at fault, unless half precision has no part in what is said of it"
     frame = res.frame = _operation(r)
     res.in_fp32 = _same_call(r.half.reference, frame)
-    res.is_infinite = any(o in (r.frame,frame) for phase,o in faults(r.half) if phase!='backward')
+    in_forward = [o for phase,o in faults(r.half) if phase!='backward']
+    res.is_infinite = r.frame in in_forward or frame in in_forward
     is_certain = res.phase=='backward' or res.is_infinite or r.half.open
-    if not (is_certain or _computes_in_half(r.half, frame)): res.frame = None
+    if is_certain: return
+    if not _computes_in_half(r.half, frame): res.frame = None
 
 def _fault(case, plain, remedy):
     "The `Fault` that `remedy` is for"
@@ -250,8 +258,9 @@ def judge(
     was_silent = case.silent
     case.half = plain = case.run(reference=case.fp32)
     # an infinity that was mended in this run may do no harm, and what the next run does not show comes and goes
-    is_bad = not plain.finite or bool(faults(plain))
-    if ranks.any(plain.error is None and is_bad): plain = case.run(modules=False)
+    shows_fault = not plain.finite or bool(faults(plain))
+    has_ended = plain.error is None
+    if ranks.any(has_ended and shows_fault): plain = case.run(modules=False)
     is_finite = ranks.all(plain.finite)
     if is_finite or was_silent: case.silent = _is_silently_wrong(case, plain)
     if not is_finite: case.silent = was_silent # gradients may be wrong at a lower scale as well

@@ -160,11 +160,13 @@ def _of_batch(case, v):
     "What is known where no call can be named"
     computes = f"{in_words(v.needed)} {'computes' if len(v.needed)==1 else 'compute'}"
     if case.silent: # what has to stay in fp32 says where
-        return f"{case.kind} is too coarse for " + (f"what {computes}" if v.needed else f"this batch{_no_cause}")
+        for_what = f"what {computes}" if v.needed else f"this batch{_no_cause}"
+        return f"{case.kind} is too coarse for {for_what}"
     what = 'The backward pass' if v.phase=='backward' else 'The forward pass'
     if v.half.error is None: what += f" is not finite in {case.kind}"
     else: what = _raises(case, v.half, what)
-    return what + (f", unless {computes} in fp32" if v.needed else _no_cause)
+    unless = f", unless {computes} in fp32" if v.needed else _no_cause
+    return what+unless
 
 def _cause(case, v):
     if v.frame is None: return '' if v.spoilt else f"{_of_batch(case, v)}."
@@ -197,15 +199,21 @@ def _matter(case, v):
     if _raised_here(v): return 'dtypes' if _is_of_dtypes(str(v.half.error)) else 'raises'
     info = torch.finfo(case.dtype)
     given,taken = _given_and_taken(v)
-    is_in_range = max(given, taken)<=info.max and given>=info.tiny
-    return 'coarse' if is_in_range and not v.is_infinite else ''
+    if v.is_infinite: return ''
+    is_in_range = given>=info.tiny and max(given, taken)<=info.max
+    return 'coarse' if is_in_range else ''
 
 def _fault(case, v):
     sentence = f"{_cause(case, v)} {_effect(case, v)}".strip()
     sentence = re.sub('^the ', 'The ', sentence) # and no name of a module
     report = PrecisionReport(v.phase, sentence, _remedy(case, v), first(v.needed, default='').rstrip('.'))
-    if v.frame: report.producer,report.op,report.matter = _producer(v.frame),v.frame.op,_matter(case, v)
-    if v.remedy: report.promoted,report.new_scale = v.remedy.promoted,v.remedy.scale
+    if v.frame:
+        report.producer = _producer(v.frame)
+        report.op = v.frame.op
+        report.matter = _matter(case, v)
+    if v.remedy:
+        report.promoted = v.remedy.promoted
+        report.new_scale = v.remedy.scale
     return report
 
 _words = {
@@ -229,10 +237,14 @@ def more_calls(
     case:Case # A healthy batch, with its runs
 ) -> str: # A sentence; empty if there are none
     "Say which module is called more often in half precision, as by a solver that rounding keeps from its tolerance"
-    calls = {name: (n, case.half.calls[name,op]) for (name,op),n in case.fp32.calls.items() if op is None}
-    n,name = max((half/n, name) for name,(n,half) in calls.items()) if calls else (0,'')
-    if n<=_often: return ''
-    before,after = calls[name]
+    ratios = {}
+    for call,n in case.fp32.calls.items():
+        name,op = call
+        if op is None: ratios[name] = case.half.calls[call]/n
+    name = max(ratios, key=ratios.get, default=None)
+    if name is None or ratios[name]<=_often: return ''
+    before = case.fp32.calls[name,None]
+    after = case.half.calls[name,None]
     return f" {place_in_words(case, name)} is called {after} times, and {before} times in fp32, which takes longer."
 
 def room_in_words(
