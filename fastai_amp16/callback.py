@@ -22,9 +22,8 @@ from .diagnosis.compare import Comparison
 from .diagnosis.healing import heal
 from .diagnosis.report import Reports
 from .train.history import History
-from .diagnosis.messages import (bare_step,cannot_rerun,check_arguments,check_keywords,closure_in_fp32,
-                                   refuse_second_precision,static_overflow,stop_early,warn_of_slow_half,warn_user,
-                                   written_gradients)
+from .diagnosis.messages import (bare_step,cannot_rerun,check_arguments,check_keywords,fp32_closures,
+    refuse_second_precision,static_overflow,stop_early,warn_of_slow_half,warn_user,written_gradients)
 
 # %% ../nbs/00_callback.ipynb #c5961e06
 class DynamicMixedPrecision(MixedPrecision):
@@ -284,8 +283,7 @@ class DynamicMixedPrecision(MixedPrecision):
         "Add the step to the history, and plan when predictions are compared next"
         step = self.step
         self.comparison.end_step(step)
-        epoch = getattr(self.learn, 'epoch', 0)
-        lr = float(self.opt.hypers[-1]['lr'])
+        epoch,lr = getattr(self.learn, 'epoch', 0),float(self.opt.hypers[-1]['lr'])
         self.log.add(scale, step.reruns, skipped, step.norm, epoch, lr)
         step.done = True
 
@@ -342,7 +340,7 @@ class DynamicMixedPrecision(MixedPrecision):
             raise
         finally:
             if self.step: self.step.batches.end()
-            if entry.closures: self.say_once(closure_in_fp32)
+            if entry.closures: self.say_once(fp32_closures)
             if not training: self.end_validation(outer)
             elif self.step and self.learn: self.end_batch(end)
 

@@ -200,7 +200,8 @@ def _roots(opt):
 
 def _large_eps(case):
     "Is eps larger than what Adam divides by, for most weights? Those that never had a gradient do not count"
-    found = [(root[root>0],eps) for root,eps in _roots(case.learn.opt)] if case.learn.opt else []
+    if not case.learn.opt: return
+    found = [(root[root>0],eps) for root,eps in _roots(case.learn.opt)]
     total = sum(len(root) for root,_ in found)
     below = sum(int((root<eps).sum()) for root,eps in found)
     if below<=total/2: return

@@ -84,14 +84,17 @@ def _at_a_glance(mp):
 
 @patch
 def __repr__(self:DynamicMixedPrecision):
+    name = type(self).__name__
     rows = [f'{k}: {v}' for k,v in _at_a_glance(self).items()]
-    if not self.log.fits: return f"{type(self).__name__}({'; '.join(rows[:2])})"
-    return '\n    '.join([type(self).__name__, *rows])
+    if not self.log.fits: return f"{name}({'; '.join(rows[:2])})"
+    return '\n    '.join([name, *rows])
 
 @patch
 def _repr_html_(self:DynamicMixedPrecision):
     left = 'style="text-align:left"'
-    def row(k, v): return f'<tr><th {left}>{k}</th><td {left}>{as_html(str(v))}</td></tr>'
+    def row(k, v):
+        html = as_html(str(v))
+        return f'<tr><th {left}>{k}</th><td {left}>{html}</td></tr>'
     rows = [row(k, v) for k,v in _at_a_glance(self).items()]
     return f"<table>{''.join(rows)}</table>"
 
@@ -218,10 +221,12 @@ def _closures_in_fp32(learn):
     entry = vars(learn).get('_entry')
     if entry is None or not isinstance(opt, torch.optim.Optimizer): return (yield)
     def in_step(on): return lambda *_: setattr(entry, 'in_optimizer', on)
-    hooks = opt.register_step_pre_hook(in_step(True)),opt.register_step_post_hook(in_step(False))
+    begin = opt.register_step_pre_hook(in_step(True))
+    end = opt.register_step_post_hook(in_step(False))
     try: yield
     finally:
-        for o in hooks: o.remove()
+        begin.remove()
+        end.remove()
 
 def _fit(learn, f):
     "Run `f`, which is all epochs, without gradients from before, and leave none behind"

@@ -148,7 +148,8 @@ def _goes_in(frame):
 def _first_bad(run):
     "The phase and the call in which the run is not finite first; the call is `None` if none can be named"
     def takes_bad_in(f): return any(o.is_bad() for o in f.ins)
-    bad = [(f,s.value.top) for f,where,s in run.events if where=='out' and s.is_bad()]
+    given = [(f,s) for f,where,s in run.events if where=='out']
+    bad = [(f,s.value.top) for f,s in given if s.is_bad()]
     made = [(f,top) for f,top in bad if not takes_bad_in(f)]
     large = [(f,top) for f,top in made if top>_exploded] # a mask of 0 and -inf is harmless, mostly
     if made: return 'forward',first(large or made)[0]

@@ -37,7 +37,10 @@ def _healthy(case, v):
 
 def _bad_weights(case, v):
     when = f'after a step at a learning rate of {case.lr:.3g}' if case.lr else 'to begin with'
-    names = [f'{name} ({bad} of {n} numbers)' for name,(bad,n) in v.counts.items()]
+    def bad(name):
+        n_bad,n = v.counts[name]
+        return f'{name} ({n_bad} of {n} numbers)'
+    names = list(map(bad, v.counts))
     return PrecisionReport('weights',
         f"Weights or buffers are not finite {when}: {listed(names)}.",
         "load an earlier checkpoint, or reset them if they are running statistics; no precision can repair them",
@@ -115,8 +118,9 @@ def _given_and_taken(v):
 def _largest_in_half(case, v):
     "The largest number, in fp32, of the calls at fault that half precision takes part in"
     def is_half(s): return getattr(v.half.seen.get(s.place), 'half', False)
-    calls = [[*o.ins,*o.outs] for o in case.fp32.frames if v.in_fp32 in (o,o.parent)]
-    return _largest(s.value for ss in calls if any(map(is_half, ss)) for s in ss)
+    calls = [o for o in case.fp32.frames if v.in_fp32 in (o,o.parent)]
+    tensors = [[*o.ins,*o.outs] for o in calls]
+    return _largest(s.value for ss in tensors if any(map(is_half, ss)) for s in ss)
 
 def _in_forward(case, v, what):
     kind = case.kind

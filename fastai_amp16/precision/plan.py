@@ -124,9 +124,11 @@ def outermost(
 ) -> dict: # Likewise
     "Those of some modules that are inside no other one of them"
     def around(name):
+        if not name: return [] # the model itself has the name ''
         dots = [i for i,c in enumerate(name) if c=='.']
-        return [name[:i] for i in (0,*dots)] if name else [] # the model itself has the name ''
-    return {n: m for n,m in found.items() if not any(o in found for o in around(n))}
+        return [name[:i] for i in (0,*dots)]
+    def is_inside(name): return any(o in found for o in around(name))
+    return {n: m for n,m in found.items() if not is_inside(n)}
 
 def _with_inner(modules):
     "The set of these modules and all modules inside them"

@@ -89,7 +89,8 @@ def layer_by_layer(
     "Call `func` for each layer, with torch's own dropout in between"
     options = has_biases,n,dropout,training,*how = _options(args)
     x,*sizes,hx,weights = args[:-len(options)] # a packed sequence has the sizes of its batches
-    states = hx.chunk(n) if isinstance(hx, Tensor) else [*zip(*(h.chunk(n) for h in hx))]
+    if isinstance(hx, Tensor): states = hx.chunk(n)
+    else: states = [*zip(*(h.chunk(n) for h in hx))]
     per_layer = len(weights)//n
     ends = []
     for i,state in enumerate(states):

@@ -26,12 +26,18 @@ def require(
     "Raise `ValueError` unless `ok`, with a message that says what is valid"
     if not ok: raise ValueError(f"{who}: {name}={value!r} is not valid; it must be {allowed}.")
 
+def _is_number(o):
+    "Is it a number? `True` is none"
+    return isinstance(o, Real) and not isinstance(o, bool)
+
+def _is_whole(o): return _is_number(o) and o%1==0 # neither infinity nor NaN is
+
 def _check_policy(dynamic, **numbers):
     "Check the arguments of a `DynamicScaler`"
     def check(name, ok, allowed): require(ok, DynamicScaler.__name__, name, numbers[name], allowed)
     for k,v in numbers.items(): check(k, isinstance(v, Real) and v>0, 'a number above 0')
     for k in ('growth_interval','hysteresis'):
-        check(k, numbers[k]<math.inf and numbers[k]==int(numbers[k]), 'a whole number of steps')
+        check(k, _is_whole(numbers[k]), 'a whole number of steps')
     lowest,highest = numbers['min_scale'],numbers['max_scale']
     check('min_scale', lowest>=_fp32.tiny, 'at least 2**-126, the smallest normal number of fp32')
     check('max_scale', highest>=lowest, f'at least min_scale={lowest}')
@@ -42,12 +48,6 @@ def _check_policy(dynamic, **numbers):
     scale = float(dynamic) if isinstance(dynamic, Real) else '…'
     require(isinstance(dynamic, bool), DynamicScaler.__name__, 'dynamic', dynamic,
             f'True or False (for a static scale: dynamic=False, init_scale={scale})')
-
-def _is_number(o):
-    "Is it a number? `True` is none"
-    return isinstance(o, Real) and not isinstance(o, bool)
-
-def _is_whole(o): return _is_number(o) and o%1==0 # neither infinity nor NaN is
 
 _valid_state = { # for each entry of a state: what is valid, and that in words
     'scale': (lambda o: _is_number(o) and o>=0, 'a number that is not negative'),

@@ -93,7 +93,8 @@ class TensorNotes:
         is_same = len(ts)==len(self.ts) and all(map(operator.is_, ts, self.ts))
         if not is_same or any(o.have_moved() for o in self.groups): self._sort(ts)
         self.copies = {id(t): self._copy(t) for t in self.large}
-        back = [o.note() for o in self.groups]+[o.put_back for o in self.copies.values()]
+        small = [o.note() for o in self.groups]
+        back = [*small, *(o.put_back for o in self.copies.values())]
         def put_back():
             for f in back: f()
         return put_back
