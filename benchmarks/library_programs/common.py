@@ -36,10 +36,13 @@ def images(n=40, size=16):
     return block.dataloaders(range(n), bs=8, num_workers=0)
 def cnn(x): return nn.Sequential(ConvLayer(3, 8, stride=2), ConvLayer(8, 16, stride=2), PoolFlatten(), nn.Linear(16, 3))
 
-def rows(n=80, inputs=8):
+def split(items, bs, n=16):
+    "Loaders of `items`, without shuffling; the last `n` are the validation set"
+    return DataLoaders(*(DataLoader(o, bs=bs, num_workers=0) for o in (items[:-n],items[-n:])))
+def rows(n=80, inputs=8, bs=8):
     "Rows of numbers, of three classes"
     g = torch.Generator().manual_seed(0)
     x = torch.randn(n, inputs, generator=g)
     items = [*zip(x, x[:,:3].argmax(1))]
-    return DataLoaders(*(DataLoader(o, bs=8, num_workers=0) for o in (items[:-16],items[-16:])))
+    return split(items, bs)
 def mlp(): return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))

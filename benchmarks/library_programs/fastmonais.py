@@ -6,7 +6,7 @@ from library_programs.common import Learner,fitted,last
 
 def fastmonai():
     vision,nets,losses = map(importlib.import_module, ('fastMONAI.vision_all','monai.networks.nets','monai.losses'))
-    return types.SimpleNamespace(**{**vars(nets), **vars(losses), **vars(vision)})
+    return types.SimpleNamespace(**{**vars(vision), **vars(nets), **vars(losses)})
 
 def volumes(size=16, n=12):
     "Volumes of noise with a bright cube and masks of the cubes, as files, and a class that depends on the cube's size"

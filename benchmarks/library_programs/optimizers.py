@@ -3,7 +3,7 @@ import importlib
 from functools import partial
 import torch
 import torch.nn.functional as F
-from library_programs.common import Adam,Callback,DataLoader,DataLoaders,Learner,OptimWrapper,end,fitted,last,mlp,nn,rows
+from library_programs.common import Adam,Callback,Learner,OptimWrapper,end,fitted,last,mlp,nn,rows,split
 
 def wrapped(make, **kwargs): return partial(OptimWrapper, opt=make, **kwargs)
 def lasting(learn, lr): return last(learn.fit(2, lr), end(learn)) # without a schedule: not all have a momentum
@@ -28,18 +28,14 @@ class WithClosure(Learner):
 def matrices(): return nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 3, bias=False))
 
 # %% PyTorch
-class Vectors(nn.Module):
-    "Sparse gradients, and nothing else"
-    def __init__(self):
-        super().__init__()
-        self.vectors = nn.EmbeddingBag(20, 3, mode='sum', sparse=True)
-    def forward(self, x): return self.vectors(x)
+def vectors(n=3): return nn.EmbeddingBag(20, n, mode='sum', sparse=True) # with sparse gradients
+def vectors_and_more(): return nn.Sequential(vectors(8), nn.Linear(8, 3))
 
 def words():
     "Sentences of five words out of twenty; the class is that of the first word"
     x = torch.randint(20, (80,5), generator=torch.Generator().manual_seed(0))
     items = [*zip(x, x[:,0]%3)]
-    return DataLoaders(*(DataLoader(o, bs=8, num_workers=0) for o in (items[:-16],items[-16:])))
+    return split(items, 8)
 
 def one_cycle(learn, lr): return fitted(learn)
 def thawed(learn, lr):
@@ -53,13 +49,15 @@ def thawing(to, o):
     return thawed(to(Learner(rows(), mlp(), F.cross_entropy, opt_func=wrapped(o.AdamW), splitter=halves)), 1e-2)
 
 of_torch = {
-    **{n: using(n, **kw) for n,kw in dict(AdamW={}, Adam={}, SGD=dict(momentum=0.9), RMSprop=dict(momentum=0.9), Adagrad={},
+    **{n: using(n, **kw) for n,kw in dict(AdamW={}, Adam={}, SGD=dict(momentum=0.9), RMSprop=dict(momentum=0.9, lr=1e-3), Adagrad={},
         Adadelta=dict(lr=1.), Adamax={}, NAdam={}, RAdam={}, ASGD={}, Rprop=dict(lr=1e-3), Adafactor={}).items()},
     **{f"{n}({', '.join(kw)})": using(n, **kw, momentum=0.9) if n=='SGD' else using(n, **kw)
        for n in ('AdamW','SGD','Adagrad') for kw in (dict(fused=True), dict(foreach=True))},
     'AdamW(amsgrad)': using('AdamW', amsgrad=True), 'SGD(nesterov)': using('SGD', momentum=0.9, nesterov=True),
-    'Muon': using('Muon', model=matrices), 'SparseAdam': using('SparseAdam', model=Vectors, dls=words),
-    'LBFGS': using('LBFGS', WithClosure, max_iter=4, lr=0.1), 'fit_one_cycle': using('AdamW', how=one_cycle),
+    'Muon': using('Muon', model=matrices), 'SparseAdam': using('SparseAdam', model=vectors, dls=words),
+    'SGD, sparse gradients': using('SGD', model=vectors_and_more, dls=words),
+    'LBFGS': using('LBFGS', WithClosure, dls=partial(rows, bs=64), lr=1., max_iter=4, line_search_fn='strong_wolfe'),
+    'fit_one_cycle': using('AdamW', how=one_cycle),
     'freeze, unfreeze, a slice of learning rates': thawing}
 of_torch = {k:v for k,v in of_torch.items() if k!='Muon' or hasattr(torch.optim, 'Muon')} # since torch 2.9
 
@@ -78,7 +76,7 @@ hard = {'`masked_fill` with -1e9': dict(model=lambda: Hard(fills)), 'squares of 
         'a steep loss': dict(loss_func=steep)}
 hard_opts = {"fastai's Adam": Adam, 'AdamW': wrapped(torch.optim.AdamW), 'AdamW(fused)': wrapped(torch.optim.AdamW, fused=True),
              'SGD': wrapped(torch.optim.SGD, momentum=0.9)}
-def rate(opt, loss_func=None, **_): return 1e-9 if loss_func and opt=='SGD' else 1e-3 # of Adam, a steep loss asks for no other
+def rate(opt, loss_func=None, **_): return 1e-3 if opt!='SGD' else 1e-9 if loss_func else 1e-4
 def failing(to, o, opt, **kwargs): return fit(to, hard_opts[opt], rate(opt, **kwargs), **kwargs)
 of_hard = {f'{what}, {n}': partial(failing, opt=n, **kw) for what,kw in hard.items() for n in hard_opts}
 
@@ -93,7 +91,8 @@ class Released(Callback):
 
 def released(to, o, **kwargs): return fit(to, wrapped(o.AdamW, gradient_release=True), cbs=Released(o, **kwargs))
 of_optimi = {
-    **{o: using(o) for o in ('Adam','AdamW','StableAdamW','RAdam','Ranger','Adan')}, 'SGD': using('SGD', momentum=0.9),
+    **{o: using(o) for o in ('Adam','AdamW','RAdam','Ranger','Adan')},
+    'StableAdamW': using('StableAdamW', triton=False), 'SGD': using('SGD', momentum=0.9),
     'Lion': using('Lion', lr=1e-3), 'AdamW(decouple_lr)': using('AdamW', decouple_lr=True, weight_decay=1e-5),
     'AdamW(kahan_sum)': using('AdamW', kahan_sum=True),
     'AdamW(gradient_release)': released, 'AdamW(gradient_release), accumulated': partial(released, n=2)}

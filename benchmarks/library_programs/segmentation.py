@@ -2,7 +2,7 @@
 import importlib
 from functools import partial
 import numpy as np,torch
-from library_programs.common import DataLoader,DataLoaders,Learner,fitted
+from library_programs.common import Learner,fitted,split
 
 def smp(): return importlib.import_module('segmentation_models_pytorch')
 
@@ -11,8 +11,7 @@ def masked(n=24, size=32):
     rng = np.random.default_rng(0)
     x,y = rng.random((n,3,size,size), 'float32'),np.zeros((n,1,size,size), 'float32')
     for i,(a,b) in enumerate(rng.integers(0, size//2, (n,2))): y[i,0,a:a+size//2,b:b+size//2] = 1
-    items = [*zip(torch.tensor(x+y), torch.tensor(y))]
-    return DataLoaders(*(DataLoader(o, bs=4, num_workers=0) for o in (items[:-8],items[-8:])))
+    return split([*zip(torch.tensor(x+y), torch.tensor(y))], 4, 8)
 
 def segment(to, smp, arch='Unet', encoder='resnet18', size=32, loss=lambda smp: smp.losses.DiceLoss('binary'), **kwargs):
     model = getattr(smp, arch)(encoder, encoder_weights=None, **kwargs)
