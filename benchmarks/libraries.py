@@ -14,9 +14,10 @@ contenders = dict(plain=None, fp16='to_fp16_dynamic', bf16='to_bf16_dynamic')
 
 # the package; a function that imports it and returns its names, in a process of its own; programs, which take `to` and these names
 Group = namedtuple('Group', 'package make flows')
+hard = 'torch optimizers where fp16 fails'
 groups = {
     'torch optimizers': Group('torch', optimizers.torchs, optimizers.of_torch),
-    'torch optimizers where fp16 fails': Group('torch', optimizers.torchs, optimizers.of_hard),
+    hard: Group('torch', optimizers.torchs, optimizers.of_hard),
     'optimi': Group('torch-optimi', optimizers.library('optimi'), optimizers.of_optimi),
     'pytorch_optimizer': Group('pytorch_optimizer', optimizers.library('pytorch_optimizer'), optimizers.of_pytorch_optimizer),
     'segmentation_models_pytorch': Group('segmentation_models_pytorch', segmentation.smp, segmentation.of_smp),
@@ -107,6 +108,11 @@ def claim(rows):
     (n,far),(n_bf16,far_bf16) = ((len(ran(rows, c)),furthest(rows, c)) for c in ('fp16','bf16'))
     return (f"Of {len(ran(rows, 'plain'))} programs that run unchanged, {n} also run with `to_fp16_dynamic`, with losses within {far} of "
             f"those in fp32, and {n_bf16} with `to_bf16_dynamic`, within {far_bf16}")
+def healed(rows):
+    "What becomes of programs that fp16 fails, in a sentence"
+    fine = [r for r in rows if 'error' not in r['fp16'] and r['fp16']['steps']==r['plain']['steps'] and not r['fp16']['skipped']]
+    return (f"Of {len(rows)} programs in which fp16 fails, {len(fine)} take every step of fp32 with `to_fp16_dynamic`, with losses within "
+            f"{furthest(fine, 'fp16')}.")
 def table(res):
     "A Markdown table with a row for each library. Differences of losses are relative to those of the unchanged program"
     def line(library):

@@ -56,8 +56,7 @@ of_torch = {
     'AdamW(amsgrad)': using('AdamW', amsgrad=True), 'SGD(nesterov)': using('SGD', momentum=0.9, nesterov=True),
     'Muon': using('Muon', model=matrices), 'SparseAdam': using('SparseAdam', model=vectors, dls=words),
     'SGD, sparse gradients': using('SGD', model=vectors_and_more, dls=words),
-    'LBFGS': using('LBFGS', WithClosure, dls=partial(rows, bs=64), lr=1., max_iter=4, line_search_fn='strong_wolfe'),
-    'fit_one_cycle': using('AdamW', how=one_cycle),
+    'LBFGS': using('LBFGS', WithClosure, dls=partial(rows, bs=64), lr=1., max_iter=4), 'fit_one_cycle': using('AdamW', how=one_cycle),
     'freeze, unfreeze, a slice of learning rates': thawing}
 of_torch = {k:v for k,v in of_torch.items() if k!='Muon' or hasattr(torch.optim, 'Muon')} # since torch 2.9
 
@@ -104,10 +103,10 @@ def around(name, base='AdamW', cls=Learner, **kwargs):
     return lambda to,o: fit(to, wrapped(partial(make, o)), cls=cls)
 def sam(name, **kwargs): return using(name, WithClosure, base_optimizer=torch.optim.AdamW, **kwargs)
 of_pytorch_optimizer = {
-    **{o: using(o) for o in ('AdaBelief','AdamP','AdEMAMix','ADOPT','Adan','CAME','Lamb','MADGRAD','Prodigy','Ranger21','SOAP',
+    **{o: using(o) for o in ('AdaBelief','AdamP','AdEMAMix','ADOPT','Adan','CAME','Lamb','MADGRAD','Prodigy','SOAP',
                              'StableAdamW','ScheduleFreeAdamW','Shampoo','Yogi')},
-    **{o: using(o, lr=1e-3) for o in ('Lion','Tiger')}, 'Muon': using('Muon', model=matrices),
-    'Lookahead': around('Lookahead'), **{o: sam(o) for o in ('SAM','WSAM')}}
+    **{o: using(o, lr=1e-3) for o in ('Lion','Tiger')}, 'Ranger21': using('Ranger21', num_iterations=16),
+    'Lookahead': around('Lookahead'), **{o: sam(o) for o in ('SAM','LookSAM')}}
 
 def torchs(): return torch.optim
 def library(name): return partial(importlib.import_module, name)
