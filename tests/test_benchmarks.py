@@ -1,5 +1,6 @@
 "The scripts of `benchmarks/`, in sizes that show nothing but that all of it runs; no test looks at a time"
-import importlib.util,json,math
+import importlib.util,json,math,subprocess,sys
+from pathlib import Path
 from unittest.mock import patch
 import pytest,torch
 import accumulation,bf16_cpu,compatibility,compiled,cuda_dispatch,diagnosis,doctor,epsilon,fp16_cpu,libraries,memory,published
@@ -372,6 +373,34 @@ def test_libraries():
     res = dict(libraries=dict(tsai='1.0'), rows=[row('a'), row('b', fp16=dict(error='ValueError: no')), row('c', plain=dict(error='x'))])
     assert '| tsai | 1.0 | 3 | 2 | 1 | 2 |' in libraries.table(res)
     assert libraries.failing(res).count('ValueError: no')==1 and '- b (tsai), with `to_fp16_dynamic`' in libraries.failing(res)
+
+def test_libraries_that_are_missing_are_said(monkeypatch):
+    def no_module(): raise ImportError("No module named 'torchio'")
+    groups = dict(a=libraries.Group('no-such-package', None, {}), b=libraries.Group('torch', no_module, {}))
+    monkeypatch.setattr(libraries, 'groups', groups)
+    res = libraries.measure({'a':{}, 'b':{}}, limit=60)
+    assert res==dict(libraries={}, rows=[], skipped=dict(a='no-such-package is not installed', b="ImportError: No module named 'torchio'"))
+    assert libraries.skipped(res).splitlines()==[f'- {k}: {v}' for k,v in res['skipped'].items()]
+
+def test_libraries_measured_again_replace_their_rows(monkeypatch):
+    "A group that is skipped keeps the rows it has; rows of programs that are gone go"
+    monkeypatch.setattr(libraries, 'groups', {k: libraries.Group(k, None, dict.fromkeys('12')) for k in 'abc'})
+    def row(library, flow, n): return dict(library=library, flow=flow, n=n)
+    old = dict(libraries=dict(b='1', c='1'), skipped=dict(a='no'), rows=[row('b', '1', 0), row('b', 'gone', 0), row('c', '2', 0)])
+    new = dict(libraries=dict(a='2', b='2'), skipped=dict(c='no'), rows=[row('b', '2', 1), row('b', '1', 1), row('a', '2', 1)])
+    assert libraries.updated(old, new)==dict(libraries=dict(a='2', b='2', c='1'), skipped={},
+        rows=[row('a', '2', 1), row('b', '1', 1), row('b', '2', 1), row('c', '2', 0)])
+
+def test_libraries_runs_programs(tmp_path):
+    "Each in fp32, fp16 and bf16; one half precision cannot hold as it is"
+    script = sys.executable,'-W','ignore',Path(libraries.__file__)
+    only = 'torch optimizers: SGD(nesterov)',"masked_fill` with -1e9, fastai's Adam"
+    subprocess.run([*script, '--only', *only, '--out', tmp_path/'x.json'], check=True)
+    easy,hard = read(tmp_path/'x.json')['rows']
+    assert easy['flow']=='SGD(nesterov)' and hard['library']==libraries.hard
+    for r in (easy,hard):
+        for c in ('fp16','bf16'): assert r[c]['steps']==r['plain']['steps']>0==r[c]['skipped'] and r[c]['losses']<0.01
+    assert [o['fp16']['kept'] for o in (easy,hard)]==[0,1]
 
 @pytest.mark.skipif(bool(cuda_dispatch.not_here), reason=str(cuda_dispatch.not_here))
 def test_cuda_dispatch(tmp_path, capsys):

@@ -14,7 +14,7 @@ library = [o for f in folders for o in sorted((nbs/f).glob('[0-9]*.ipynb'))]
 tutorials,moving = (sorted((nbs/f).glob('*.ipynb')) for f in ('tutorials','moving'))
 troubleshooting,practice,scaling,reference,architecture,faults = guides = [
     nbs/f'{o}.ipynb' for o in ('troubleshooting','in_practice','scaling','reference','architecture','fastai_faults')]
-scripts = [*sorted((root/lib).rglob('[!_]*.py')), *sorted((root/'benchmarks').glob('*.py')), *sorted((root/'examples').glob('*.py'))]
+scripts = [*sorted((root/lib).rglob('[!_]*.py')), *sorted((root/'benchmarks').rglob('*.py')), *sorted((root/'examples').glob('*.py'))]
 
 def _stem(nb): return re.sub(r'^\d+_', '', nb.stem)
 def _inside_nbs(nb): return nb.parent.relative_to(nbs)/_stem(nb)
