@@ -240,16 +240,13 @@ _often = 1.5 # times as many calls as in fp32 are worth a word
 def more_calls(
     case:Case # A healthy batch, with its runs
 ) -> str: # A sentence; empty if there are none
-    "Say which module is called more often in half precision, as by a solver that rounding keeps from its tolerance"
-    ratios = {}
-    for call,n in case.fp32.calls.items():
-        name,op = call
-        if op is None: ratios[name] = case.half.calls[call]/n
-    name = max(ratios, key=ratios.get, default=None)
-    if name is None or ratios[name]<=_often: return ''
-    before = case.fp32.calls[name,None]
-    after = case.half.calls[name,None]
-    return f" {place_in_words(case, name)} is called {after} times, and {before} times in fp32, which takes longer."
+    "Say which module a solver calls much more often in half precision, where rounding keeps it from its tolerance"
+    half,fp32 = case.half.calls,case.fp32.calls
+    def times(name): return half[name,None]/fp32[name,None]
+    name = max((f.name for f in case.fp32.module_calls), key=times, default=None)
+    if name is None or times(name)<=_often: return ''
+    where,n,before = place_in_words(case, name),half[name,None],fp32[name,None]
+    return f" {where} is called {n} times, and {before} times in fp32, which takes longer."
 
 def room_in_words(
     case:Case, # The batch
