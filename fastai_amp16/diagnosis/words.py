@@ -112,11 +112,14 @@ def _given_and_taken(v):
     "The largest numbers that go out of the call at fault and into it, in fp32"
     return [_largest(s.value for s in o) for o in (v.in_fp32.outs,v.in_fp32.ins)]
 
-def _largest_in_half(case, v):
-    "The largest number, in fp32, of the calls at fault that half precision takes part in"
+def _in_steps(case, v, calls):
+    "The largest number of `calls` in fp32, of those that half precision takes part in; empty if it does in none"
     def is_half(s): return getattr(v.half.seen.get(s.place), 'half', False)
-    calls = [[*o.ins,*o.outs] for o in case.fp32.frames if v.in_fp32 in (o,o.parent)]
-    return _largest(s.value for ss in calls if any(map(is_half, ss)) for s in ss)
+    seen = [[*o.ins,*o.outs] for o in calls]
+    largest = _largest(s.value for ss in seen if any(map(is_half, ss)) for s in ss)
+    if not largest>0: return ''
+    step = torch.finfo(case.dtype).eps*2.**math.floor(math.log2(largest))
+    return f"numbers up to {largest:.4g}, which {case.kind} holds in steps of {step:.3g}"
 
 def _in_forward(case, v, what):
     kind = case.kind
@@ -129,9 +132,9 @@ def _in_forward(case, v, what):
         return (f"{what} is not finite in {kind}; in fp32 it gives at most {given:.3g}: "
                 f"a number on the way is too large for {kind}, or so small that it becomes 0")
     if given<info.tiny: return f"{what} gives numbers up to {given:.3g}, most of which {kind} rounds to 0"
-    largest = _largest_in_half(case, v)
-    step = info.eps*2.**math.floor(math.log2(largest))
-    return f"{what} computes with numbers up to {largest:.4g}, which {kind} holds in steps of {step:.3g}"
+    calls = [o for o in case.fp32.frames if v.in_fp32 in (o,o.parent)]
+    numbers = _in_steps(case, v, calls)
+    return f"{what} computes with {numbers}" if numbers else f"{kind} is too coarse for {what}"
 
 def _raised_here(v):
     "Did the call raise? Others may overflow before this one raises"
@@ -159,8 +162,12 @@ _no_cause = ', but no module could be identified as the cause'
 def _of_batch(case, v):
     "What is known where no call can be named"
     computes = f"{in_words(v.needed)} {'computes' if len(v.needed)==1 else 'compute'}"
-    if case.silent: # what has to stay in fp32 says where
-        return f"{case.kind} is too coarse for " + (f"what {computes}" if v.needed else f"this batch{_no_cause}")
+    if case.silent and v.needed: # what has to stay in fp32 says where
+        name = v.needed[0].rstrip('.')
+        numbers = _in_steps(case, v, [o for o in case.fp32.frames if o.name==name])
+        more = f": {numbers}" if numbers and len(v.needed)==1 else ''
+        return f"{case.kind} is too coarse for what {computes}{more}"
+    if case.silent: return f"{case.kind} is too coarse for this batch{_no_cause}"
     what = 'The backward pass' if v.phase=='backward' else 'The forward pass'
     if v.half.error is None: what += f" is not finite in {case.kind}"
     else: what = _raises(case, v.half, what)
