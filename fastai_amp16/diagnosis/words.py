@@ -37,10 +37,7 @@ def _healthy(case, v):
 
 def _bad_weights(case, v):
     when = f'after a step at a learning rate of {case.lr:.3g}' if case.lr else 'to begin with'
-    def bad(name):
-        n_bad,n = v.counts[name]
-        return f'{name} ({n_bad} of {n} numbers)'
-    names = list(map(bad, v.counts))
+    names = [f'{name} ({bad} of {n} numbers)' for name,(bad,n) in v.counts.items()]
     return PrecisionReport('weights',
         f"Weights or buffers are not finite {when}: {listed(names)}.",
         "load an earlier checkpoint, or reset them if they are running statistics; no precision can repair them",
@@ -115,12 +112,14 @@ def _given_and_taken(v):
     "The largest numbers that go out of the call at fault and into it, in fp32"
     return [_largest(s.value for s in o) for o in (v.in_fp32.outs,v.in_fp32.ins)]
 
-def _largest_in_half(case, v):
-    "The largest number, in fp32, of the calls at fault that half precision takes part in"
+def _in_steps(case, v, calls):
+    "The largest number of `calls` in fp32, of those that half precision takes part in; empty if it does in none"
     def is_half(s): return getattr(v.half.seen.get(s.place), 'half', False)
-    calls = [o for o in case.fp32.frames if v.in_fp32 in (o,o.parent)]
-    tensors = [[*o.ins,*o.outs] for o in calls]
-    return _largest(s.value for ss in tensors if any(map(is_half, ss)) for s in ss)
+    seen = [[*o.ins,*o.outs] for o in calls]
+    largest = _largest(s.value for ss in seen if any(map(is_half, ss)) for s in ss)
+    if not largest>0: return ''
+    step = torch.finfo(case.dtype).eps*2.**math.floor(math.log2(largest))
+    return f"numbers up to {largest:.4g}, which {case.kind} holds in steps of {step:.3g}"
 
 def _in_forward(case, v, what):
     kind = case.kind
@@ -133,9 +132,9 @@ def _in_forward(case, v, what):
         return (f"{what} is not finite in {kind}; in fp32 it gives at most {given:.3g}: "
                 f"a number on the way is too large for {kind}, or so small that it becomes 0")
     if given<info.tiny: return f"{what} gives numbers up to {given:.3g}, most of which {kind} rounds to 0"
-    largest = _largest_in_half(case, v)
-    step = info.eps*2.**math.floor(math.log2(largest))
-    return f"{what} computes with numbers up to {largest:.4g}, which {kind} holds in steps of {step:.3g}"
+    calls = [o for o in case.fp32.frames if v.in_fp32 in (o,o.parent)]
+    numbers = _in_steps(case, v, calls)
+    return f"{what} computes with {numbers}" if numbers else f"{kind} is too coarse for {what}"
 
 def _raised_here(v):
     "Did the call raise? Others may overflow before this one raises"
@@ -163,14 +162,16 @@ _no_cause = ', but no module could be identified as the cause'
 def _of_batch(case, v):
     "What is known where no call can be named"
     computes = f"{in_words(v.needed)} {'computes' if len(v.needed)==1 else 'compute'}"
-    if case.silent: # what has to stay in fp32 says where
-        for_what = f"what {computes}" if v.needed else f"this batch{_no_cause}"
-        return f"{case.kind} is too coarse for {for_what}"
+    if case.silent and v.needed: # what has to stay in fp32 says where
+        name = v.needed[0].rstrip('.')
+        numbers = _in_steps(case, v, [o for o in case.fp32.frames if o.name==name])
+        more = f": {numbers}" if numbers and len(v.needed)==1 else ''
+        return f"{case.kind} is too coarse for what {computes}{more}"
+    if case.silent: return f"{case.kind} is too coarse for this batch{_no_cause}"
     what = 'The backward pass' if v.phase=='backward' else 'The forward pass'
     if v.half.error is None: what += f" is not finite in {case.kind}"
     else: what = _raises(case, v.half, what)
-    unless = f", unless {computes} in fp32" if v.needed else _no_cause
-    return what+unless
+    return what + (f", unless {computes} in fp32" if v.needed else _no_cause)
 
 def _cause(case, v):
     if v.frame is None: return '' if v.spoilt else f"{_of_batch(case, v)}."
@@ -200,24 +201,21 @@ def _remedy(case, v):
 def _matter(case, v):
     "What is the matter with the call, as for `code_hint`"
     if v.phase=='backward': return ''
-    if _raised_here(v): return 'dtypes' if _is_of_dtypes(str(v.half.error)) else 'raises'
+    if _raised_here(v):
+        says = str(v.half.error)
+        if 'overflow' in says: return '' # a constant is too large
+        return 'dtypes' if _is_of_dtypes(says) else 'raises'
     info = torch.finfo(case.dtype)
     given,taken = _given_and_taken(v)
-    if v.is_infinite: return ''
-    is_in_range = given>=info.tiny and max(given, taken)<=info.max
-    return 'coarse' if is_in_range else ''
+    is_in_range = max(given, taken)<=info.max and given>=info.tiny
+    return 'coarse' if is_in_range and not v.is_infinite else ''
 
 def _fault(case, v):
     sentence = f"{_cause(case, v)} {_effect(case, v)}".strip()
     sentence = re.sub('^the ', 'The ', sentence) # and no name of a module
     report = PrecisionReport(v.phase, sentence, _remedy(case, v), first(v.needed, default='').rstrip('.'))
-    if v.frame:
-        report.producer = _producer(v.frame)
-        report.op = v.frame.op
-        report.matter = _matter(case, v)
-    if v.remedy:
-        report.promoted = v.remedy.promoted
-        report.new_scale = v.remedy.scale
+    if v.frame: report.producer,report.op,report.matter = _producer(v.frame),v.frame.op,_matter(case, v)
+    if v.remedy: report.promoted,report.new_scale = v.remedy.promoted,v.remedy.scale
     return report
 
 _words = {
