@@ -209,7 +209,8 @@ class _Beside:
     def attempt(self, plan):
         "What comes of a call before the batch's own one; `None` if that raises anything"
         try:
-            with unchanged(self.learn, noted=self.noted) as kept, comparable(), torch.no_grad(): res = self._calls(plan)
+            with unchanged(self.learn, noted=self.noted) as kept, comparable(), torch.no_grad():
+                res = self._calls(plan)
         except Exception: return None
         self.written = kept.noted
         return res

@@ -37,7 +37,10 @@ def _healthy(case, v):
 
 def _bad_weights(case, v):
     when = f'after a step at a learning rate of {case.lr:.3g}' if case.lr else 'to begin with'
-    names = [f'{name} ({bad} of {n} numbers)' for name,(bad,n) in v.counts.items()]
+    def bad(name):
+        n_bad,n = v.counts[name]
+        return f'{name} ({n_bad} of {n} numbers)'
+    names = list(map(bad, v.counts))
     return PrecisionReport('weights',
         f"Weights or buffers are not finite {when}: {listed(names)}.",
         "load an earlier checkpoint, or reset them if they are running statistics; no precision can repair them",
@@ -161,17 +164,21 @@ _no_cause = ', but no module could be identified as the cause'
 
 def _of_batch(case, v):
     "What is known where no call can be named"
-    computes = f"{in_words(v.needed)} {'computes' if len(v.needed)==1 else 'compute'}"
+    is_one = len(v.needed)==1
+    verb = 'computes' if is_one else 'compute'
+    computes = f"{in_words(v.needed)} {verb}"
     if case.silent and v.needed: # what has to stay in fp32 says where
         name = v.needed[0].rstrip('.')
-        numbers = _in_steps(case, v, [o for o in case.fp32.frames if o.name==name])
-        more = f": {numbers}" if numbers and len(v.needed)==1 else ''
+        calls = [o for o in case.fp32.frames if o.name==name]
+        numbers = _in_steps(case, v, calls)
+        more = f": {numbers}" if numbers and is_one else ''
         return f"{case.kind} is too coarse for what {computes}{more}"
     if case.silent: return f"{case.kind} is too coarse for this batch{_no_cause}"
     what = 'The backward pass' if v.phase=='backward' else 'The forward pass'
     if v.half.error is None: what += f" is not finite in {case.kind}"
     else: what = _raises(case, v.half, what)
-    return what + (f", unless {computes} in fp32" if v.needed else _no_cause)
+    unless = f", unless {computes} in fp32" if v.needed else _no_cause
+    return what+unless
 
 def _cause(case, v):
     if v.frame is None: return '' if v.spoilt else f"{_of_batch(case, v)}."
@@ -214,8 +221,13 @@ def _fault(case, v):
     sentence = f"{_cause(case, v)} {_effect(case, v)}".strip()
     sentence = re.sub('^the ', 'The ', sentence) # and no name of a module
     report = PrecisionReport(v.phase, sentence, _remedy(case, v), first(v.needed, default='').rstrip('.'))
-    if v.frame: report.producer,report.op,report.matter = _producer(v.frame),v.frame.op,_matter(case, v)
-    if v.remedy: report.promoted,report.new_scale = v.remedy.promoted,v.remedy.scale
+    if v.frame:
+        report.producer = _producer(v.frame)
+        report.op = v.frame.op
+        report.matter = _matter(case, v)
+    if v.remedy:
+        report.promoted = v.remedy.promoted
+        report.new_scale = v.remedy.scale
     return report
 
 _words = {
@@ -243,7 +255,9 @@ def more_calls(
     def times(name): return half[name,None]/fp32[name,None]
     name = max((f.name for f in case.fp32.module_calls), key=times, default=None)
     if name is None or times(name)<=_often: return ''
-    where,n,before = place_in_words(case, name),half[name,None],fp32[name,None]
+    where = place_in_words(case, name)
+    n = half[name,None]
+    before = fp32[name,None]
     return f" {where} is called {n} times, and {before} times in fp32, which takes longer."
 
 def room_in_words(

@@ -148,7 +148,8 @@ class ModelState:
     ) -> list: # Those that were not known
         "From now on, note trained weights among `params` in each step"
         new = {p for p in self.trained if p in params}
-        if new: self._watch([p for p in self.trained if p not in new], self.theirs)
+        others = [p for p in self.trained if p not in new]
+        if new: self._watch(others, self.theirs)
         self.rewritten += new
         return [*new]
 
