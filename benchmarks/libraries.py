@@ -131,7 +131,7 @@ def failing(res):
 
 def skipped(res):
     "Markdown: the groups that were left out, and why"
-    return '\n'.join(f'- {name}: {why}' for name,why in res['skipped'].items())
+    return '\n'.join(f'- not measured: {name}: {why}' for name,why in res['skipped'].items())
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__)

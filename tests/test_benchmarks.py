@@ -380,7 +380,7 @@ def test_libraries_that_are_missing_are_said(monkeypatch):
     monkeypatch.setattr(libraries, 'groups', groups)
     res = libraries.measure({'a':{}, 'b':{}}, limit=60)
     assert res==dict(libraries={}, rows=[], skipped=dict(a='no-such-package is not installed', b="ImportError: No module named 'torchio'"))
-    assert libraries.skipped(res).splitlines()==[f'- {k}: {v}' for k,v in res['skipped'].items()]
+    assert libraries.skipped(res).splitlines()==[f'- not measured: {k}: {v}' for k,v in res['skipped'].items()]
 
 def test_libraries_measured_again_replace_their_rows(monkeypatch):
     "A group that is skipped keeps the rows it has; rows of programs that are gone go"
