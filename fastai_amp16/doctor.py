@@ -67,10 +67,11 @@ class Checkup(list):
         "How many findings of each kind"
         if not self: return 'No findings: half precision should work well.'
         def counted(kind, n):
-            has_plural = kind not in ('speed','info')
-            return f'{n} {kind}s' if has_plural and n>1 else f'{n} {kind}'
+            if n==1 or kind in ('speed','info'): return f'{n} {kind}'
+            return f'{n} {kind}s'
         kinds = Counter(o.severity for o in self)
-        words = [f'{counted(k, n)} ({_severities[k]})' for k,n in kinds.items()]
+        def kind(k): return f'{counted(k, kinds[k])} ({_severities[k]})'
+        words = list(map(kind, kinds))
         return f"{counted('finding', len(self))}: {', '.join(words)}."
 
     def __str__(self):

@@ -1,5 +1,5 @@
-"Other optimizers, closures, hooks, transforms, threads: what programs do with a learner besides fastai's own loop, with fp32 as the reference"
-import asyncio,math,threading,warnings
+"Other optimizers, closures, hooks, transforms and threads: what programs do with a learner besides fastai's own loop"
+import asyncio,math,threading
 import pytest,torch
 from fastai.basics import Callback,Learner,OptimWrapper,nn,partial,set_seed
 from torch.func import grad,jacrev,jvp,vjp,vmap

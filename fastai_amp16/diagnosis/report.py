@@ -236,7 +236,9 @@ def _repr_html_(self:PrecisionReport):
         row = pd.IndexSlice[is_producer, :]
         style = styler(df, str(self)).set_properties(row, **_highlight)
         table = style.format('▶ {}', pd.IndexSlice[is_producer, 'module'], escape='html').to_html()
-    return ''.join([*map(_paragraph, self._words()), table, *map(_paragraph, self._left_out())])
+    words = map(_paragraph, self._words())
+    left_out = map(_paragraph, self._left_out())
+    return ''.join([*words, table, *left_out])
 
 class Reports(list):
     "Reports in their order: HTML in a notebook, text in a terminal"
