@@ -23,6 +23,7 @@ def as_in_fp32(to, new, skipped=0):
 halves = pytest.mark.parametrize('to', [Learner.to_fp16_dynamic, Learner.to_bf16_dynamic], ids=['fp16','bf16'])
 
 # %% optimizers
+events = 'before_batch after_pred after_loss before_backward before_step after_step after_batch'.split()
 every_optimizer = pytest.mark.parametrize('opt_func', optimizers.values(), ids=optimizers)
 
 class OutOf(nn.Module):
@@ -44,7 +45,7 @@ def test_what_a_user_raises_in_the_model_is_what_comes_out(to, opt_func, ex):
     clean(learn)
 
 @every_optimizer
-@pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','before_backward','before_step','after_step','after_batch'])
+@pytest.mark.parametrize('event', events)
 def test_what_a_callback_raises_is_what_comes_out(opt_func, event):
     learn = learner(opt_func=opt_func, cbs=Raise(event, ValueError)).to_fp16_dynamic()
     with pytest.raises(ValueError, match='now'): fit(learn)
@@ -206,7 +207,7 @@ class Gate(nn.Module):
         self.t = nn.Parameter(torch.tensor(.3))
     def forward(self, x): return (x/self.t).softmax(-1)
 
-@pytest.mark.filterwarnings('ignore::fastai_amp16.all.PrecisionWarning') # whether the sine of a large number is a fault is not the question here
+@pytest.mark.filterwarnings("ignore::fastai_amp16.all.PrecisionWarning") # whether the sine of a large number is a fault is not asked here
 @pytest.mark.parametrize('to,tolerance', [(Learner.to_fp16_dynamic,1e-3), (Learner.to_bf16_dynamic,1e-2)], ids=['fp16','bf16'])
 def test_a_check_that_only_the_control_fails_is_not_the_batchs(to, tolerance):
     learn = fit(to(learner(lambda: Checked(tolerance))))
@@ -317,7 +318,7 @@ def test_a_fit_within_an_event_loop():
 # %% a learner within another one
 @halves
 @every_optimizer
-@pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_batch'])
+@pytest.mark.parametrize('event', [*events,'after_backward'])
 def test_a_learner_may_train_in_a_callback_of_another_one(to, opt_func, event):
     class Inner(Callback):
         trained = None
