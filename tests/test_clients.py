@@ -3,6 +3,7 @@ import asyncio,math,threading
 import pytest,torch
 from fastai.basics import Callback,Learner,OptimWrapper,nn,partial,set_seed
 from torch.func import grad,jacrev,jvp,vjp,vmap
+import fastai_amp16.all # noqa: F401 (`to_fp16_dynamic`)
 from common import *
 
 F = nn.functional
