@@ -8,8 +8,10 @@ from fastai.basics import Callback,L,Learner,nn
 from fastai.callback.training import GradientAccumulation
 from torch.autograd.profiler import profile
 import fastai_amp16.learner # noqa: F401 (it gives `Learner` its methods)
-from fastai_amp16.train.snapshot import LearnerState,ModelState,random_states
+from fastai_amp16.train.snapshot import LearnerState,ModelState,RandomStates
 from common import Detour,Poison,equal,fit,learner,mlp,mse,plain_mlp,state
+
+random_states = RandomStates().note
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
 

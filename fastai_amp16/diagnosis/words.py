@@ -220,7 +220,8 @@ def _matter(case, v):
 def _fault(case, v):
     sentence = f"{_cause(case, v)} {_effect(case, v)}".strip()
     sentence = re.sub('^the ', 'The ', sentence) # and no name of a module
-    report = PrecisionReport(v.phase, sentence, _remedy(case, v), first(v.needed, default='').rstrip('.'))
+    kept = v.needed[0].rstrip('.') if v.needed else ''
+    report = PrecisionReport(v.phase, sentence, _remedy(case, v), kept)
     if v.frame:
         report.producer = _producer(v.frame)
         report.op = v.frame.op
@@ -251,6 +252,7 @@ def more_calls(
     case:Case # A healthy batch, with its runs
 ) -> str: # A sentence; empty if there are none
     "Say which module a solver calls much more often in half precision, where rounding keeps it from its tolerance"
+    if case.half is None: return '' # the fault is on another rank
     half,fp32 = case.half.calls,case.fp32.calls
     def times(name): return half[name,None]/fp32[name,None]
     name = max((f.name for f in case.fp32.module_calls), key=times, default=None)
