@@ -340,7 +340,6 @@ class DynamicMixedPrecision(MixedPrecision):
             raise
         finally:
             if self.step: self.step.batches.end()
-            if entry.closures: self.say_once(fp32_closures)
             if not training: self.end_validation(outer)
             elif self.step and self.learn: self.end_batch(end)
 
@@ -350,6 +349,7 @@ class DynamicMixedPrecision(MixedPrecision):
         while not self.step.attempt(go):
             if self.learn is None: return # a callback has removed this one
             go = self.next_attempt()
+        if self.step.batches.entry.closures: self.say_once(fp32_closures)
 
     def end_validation(self, outer): # The step that batches of training before it wait for
         "Go on with that step"

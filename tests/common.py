@@ -159,7 +159,9 @@ class Watch(Callback):
     def before_fit(self): self.changed,self.cancelled = [],[]
     def snapshot(self):
         s = {k: v.clone() for k,v in self.model.state_dict().items()}
-        s.update({(i,k): torch.as_tensor(v).clone() for i,o in enumerate(self.opt.state_dict()['state']) for k,v in o.items()})
+        states = self.opt.state_dict()['state']
+        states = states.values() if isinstance(states, dict) else states # as torch's own have it
+        s.update({(i,k): torch.as_tensor(v).clone() for i,o in enumerate(states) for k,v in o.items()})
         return s
     def before_batch(self):
         if self.training: self.before = self.snapshot()

@@ -1075,13 +1075,14 @@ class Writes(nn.Module):
         return self.m(x)
 
 @pytest.mark.parametrize('skipped', [(), (13,), (14,)])
-def test_fp32_is_not_asked_where_that_would_write_once_more(skipped):
+def test_what_a_forward_pass_writes_is_written_once_for_each_step_that_is_taken(skipped):
     class Bad(Callback):
         def before_backward(self):
             if self.iter in skipped: self.learn.loss_grad = self.loss_grad*math.nan
     a,b = [fit(make(Learner, to, Writes, n=20*16, cbs=cbs), 1, 1e-6) for to,cbs in ((Learner.to_fp32, []), (quiet_bf16, [Bad()]))]
     assert b.mixed_precision.n_skipped==len(skipped)
-    torch.testing.assert_close(b.model.m.head.weight, a.model.m.head.weight, rtol=2e-2, atol=1e-6) # one copy is rounded
+    expected = a.model.m.head.weight/0.9**len(skipped) # a skipped step changes no weight
+    torch.testing.assert_close(b.model.m.head.weight, expected, rtol=2e-2, atol=1e-6)
 
 @pytest.mark.parametrize('at', [3, 16])
 @pytest.mark.parametrize('every', [False, True])

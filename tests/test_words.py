@@ -2,7 +2,7 @@
 import math,random,re,warnings
 import pytest,torch
 import torch.nn.functional as F
-from fastai.basics import CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,default_device,nn,noop,partial,set_seed
+from fastai.basics import Callback,CrossEntropyLossFlat,DataLoader,DataLoaders,Learner,default_device,nn,noop,partial,set_seed
 from fastai_amp16.all import PrecisionWarning
 from fastai_amp16.diagnosis.diagnose import diagnose
 from fastai_amp16.diagnosis.report import code_hint
@@ -308,11 +308,15 @@ def test_a_hint_for_each_matter():
     assert '.to(x.dtype)' in code_hint('matmul', 'dtypes')==code_hint('relu', 'dtypes') and not code_hint('gather', 'raises')
 
 # %% what cannot run again
-class Renormed(nn.Module):
-    "Writes to its weights"
+class Shrinks(Callback):
+    "Writes to a weight between forward and backward pass"
+    def after_loss(self):
+        if self.training: self.model.b.weight.data.mul_(0.9)
+
+class Words(nn.Module):
     def __init__(self, large):
         super().__init__()
-        self.emb,self.large = nn.Embedding(20, 8, max_norm=1.),large
+        self.emb,self.large = nn.Embedding(20, 8),large
         self.a,self.b = nn.Linear(24, 32),nn.Linear(32, 1)
     def forward(self, x):
         h = self.a(self.emb(x).flatten(1)).relu()
@@ -323,7 +327,7 @@ def test_a_lower_scale_is_advised_only_where_it_helps(large):
     set_seed(0, reproducible=True)
     x = torch.randint(20, (256, 3))
     y = torch.randn(256, 1)*(1 if large else 1e4)
-    learn = learner(x, y, model=Renormed(large), loss_func=nn.MSELoss())
+    learn = learner(x, y, model=Words(large), loss_func=nn.MSELoss()).add_cb(Shrinks())
     with pytest.warns(PrecisionWarning, match='could not run again') as w: fit(learn.to_fp16_dynamic(), 1)
     said, = [str(o.message) for o in w if 'could not run again, because' in str(o.message)]
     assert ('init_scale' in said)!=large and ('which no loss scale avoids' in said)==large

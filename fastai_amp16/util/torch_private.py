@@ -87,8 +87,8 @@ def autocast_nesting() -> int:
     """How many autocast contexts are open on this thread
 
     When the last one is left, torch forgets the weights that it has cast."""
-    torch.autocast_increment_nesting() # public, but not documented
-    return torch.autocast_decrement_nesting()
+    # public, but not documented; in one line, so that no Ctrl-C comes between
+    return torch.autocast_increment_nesting() and torch.autocast_decrement_nesting()
 
 # How many modes are on; without the name, they stay
 def _depth(kind): return getattr(torch._C, f'_len_torch_{kind}_stack', int)()
