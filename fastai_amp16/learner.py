@@ -283,7 +283,10 @@ _within_autocast = 'after_pred','after_loss' # events at which fastai's autocast
 def __call__(self, event_name):
     "fastai's own; callbacks may use what a hook has kept of the forward pass, as they do with fastai's"
     mp = running(self) if event_name in _within_autocast else None
-    with MixesDtypes(mp.plan.device_type) if mp and mp.plan else nullcontext(): _fastais_call(self, event_name)
+    if mp is None or mp.plan is None:
+        _fastais_call(self, event_name)
+        return
+    with MixesDtypes(mp.plan.device_type): _fastais_call(self, event_name)
 
 def _record_again(learn):
     "Let the callback that was left out for a batch run again"
