@@ -2,7 +2,6 @@
 import asyncio,math,threading
 import pytest,torch
 from fastai.basics import Callback,Learner,OptimWrapper,nn,partial,set_seed
-from torch.utils import _python_dispatch
 from torch.func import grad,jacrev,jvp,vjp,vmap
 import fastai_amp16.all # noqa: F401 (`to_fp16_dynamic`)
 from common import *
@@ -258,14 +257,12 @@ def test_a_report_leaves_embeddings_as_they_are(max_norm):
 def in_threads(*fs):
     "Run functions at once, each in a thread; returns their results, and raises what one of them raises"
     res,errors = [None]*len(fs),[]
-    flags = {k: v for k,v in vars(_python_dispatch).items() if k.startswith('_is_in_')}
     def run(i, f):
         try: res[i] = f()
         except BaseException as e: errors.append(e)
     threads = [threading.Thread(target=run, args=o) for o in enumerate(fs)]
     for o in threads: o.start()
     for o in threads: o.join()
-    vars(_python_dispatch).update(flags) # of torch's modes, for the whole process: two threads may leave them on
     for e in errors: raise e
     return res
 

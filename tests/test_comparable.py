@@ -3,10 +3,12 @@ import subprocess,sys,warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+import threading
 import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import default_device,nn
 from fastai.text.models.awdlstm import WeightDropout
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from fastai_amp16.precision.comparable import comparable,true_fp32
 from fastai_amp16.diagnosis.deviation import deviation
 from fastai_amp16.precision.plan import half_forward
@@ -283,3 +285,18 @@ def test_a_reference_and_what_is_kept_in_fp32_do_not_use_tf32(tf32_as_before):
     assert plain.seen[0]==(False,torch.float32) and (True,torch.float16) in plain.seen and not any(on for on,_ in kept.seen)
     assert {on for on,dtype in plain.seen if dtype==torch.float32}=={False} and cudnn.allow_tf32
     assert learn.mixed_precision.n_rerun==0
+
+def test_two_threads_leave_no_flag_of_torchs_on():
+    "Each in the context for a while in which the other one is as well"
+    inside,leave = threading.Event(),threading.Event()
+    def beside():
+        with comparable():
+            inside.set()
+            leave.wait()
+    thread = threading.Thread(target=beside)
+    with comparable():
+        thread.start()
+        inside.wait()
+    leave.set()
+    thread.join()
+    assert not any(map(is_in_torch_dispatch_mode, (True,False)))

@@ -217,10 +217,10 @@ class MixesDtypes(TorchFunctionMode):
         try: return func(*args, **kwargs)
         except (RuntimeError,TypeError):
             if torch.is_autocast_enabled(self.device_type): raise
-            fp32 = cast_floats((args,kwargs))
-            is_same = fp32[0] is args and fp32[1] is kwargs
-            if is_same or is_in_place(func): raise
-        return func(*fp32[0], **fp32[1])
+            given = args,kwargs
+            args,kwargs = fp32 = cast_floats(given)
+            if fp32 is given or is_in_place(func): raise
+        return func(*args, **kwargs)
 
 # %% ../../nbs/precision/05_entry.ipynb #a9cd37b2
 def outside(

@@ -141,6 +141,7 @@ class ModelState:
     def _watch(self, trained, theirs):
         "A batch that writes to one of these weights, of the model and of others, cannot run again"
         self.trained,self.theirs = trained,theirs
+        self.not_written = trained+theirs
         self.some,self.at = trained[::len(trained)//8+1],None
 
     def rewrites(self,
@@ -179,7 +180,7 @@ class ModelState:
             by_device = groupby(map(first_few, self.some), operator.attrgetter('device'))
             self.at,self.few = at,list(by_device.values())
         numbers = [torch.cat(ts).view(torch.uint8) for ts in self.few] # as NaN is not equal to itself
-        return sum(map(version, self.trained+self.theirs)),numbers
+        return sum(map(version, self.not_written)),numbers
 
     def _all_held(self):
         "Iterate over the attributes that hold floating point numbers, as a name, a dict, a key and tensors"

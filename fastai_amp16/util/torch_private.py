@@ -154,10 +154,22 @@ def backward_with_modes(t, gradient=None, retain_graph=None, create_graph=False,
     options = dict(allow_unreachable=True, accumulate_grad=True)
     _run_backward((t,), (gradient,), retain_graph, create_graph, to, **options)
 
+_push,_pop = [getattr(_python_dispatch, o, None) for o in ('_push_mode','_pop_mode')]
+
 class TorchDispatchMode(_python_dispatch.TorchDispatchMode):
     """torch's documented one, without an import of its compiler when the mode first sees an operator
 
-    That import takes seconds."""
+    That import takes seconds. It also leaves alone the flags that torch keeps for the whole process, which two threads
+    would leave on. Without the names, it sets them."""
+    def __enter__(self):
+        if _push is None: return super().__enter__()
+        _push(self)
+        return self
+
+    def __exit__(self, *args):
+        if _pop is None: return super().__exit__(*args)
+        _pop()
+
     @classmethod
     def _should_skip_dynamo(cls): return False
 
