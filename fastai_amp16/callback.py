@@ -331,6 +331,7 @@ class DynamicMixedPrecision(MixedPrecision):
         try:
             self.begin_batch(entry)
             self.make_attempts(f)
+            if entry.closures: self.say_once(fp32_closures)
             if training and self.step: end = self.step.batch_end(cancelled=False)
         except control_exceptions:
             if training and self.step: end = self.step.batch_end(cancelled=True)
@@ -349,7 +350,6 @@ class DynamicMixedPrecision(MixedPrecision):
         while not self.step.attempt(go):
             if self.learn is None: return # a callback has removed this one
             go = self.next_attempt()
-        if self.step.batches.entry.closures: self.say_once(fp32_closures)
 
     def end_validation(self, outer): # The step that batches of training before it wait for
         "Go on with that step"
