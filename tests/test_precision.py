@@ -705,7 +705,7 @@ class Bad:
 
 @pytest.mark.parametrize('keep_fp32,got', [(lambda m: True, 'a function of (m)'), (lambda: True, 'a function of ()'),
     (lambda a,b,c: True, 'a function of (a, b, c)'), (slice(0, 2), 'slice(0, 2, None)'), (np.zeros(2), 'array('),
-    (torch.zeros(2), 'tensor('), ([torch.zeros(2)], 'tensor(')])
+    (torch.zeros(2), 'tensor('), ([torch.zeros(2)], 'tensor('), ((o for o in ['0']), '<generator')])
 def test_what_keep_fp32_cannot_be_is_named(keep_fp32, got):
     learn = learner()
     with pytest.raises(TypeError, match=r'^keep_fp32 takes modules, .*\(name, module\) -> bool, and got '+re.escape(got)):

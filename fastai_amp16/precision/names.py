@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 import torch
 from torch import nn
-from fastcore.xtras import is_listy
+from fastcore.foundation import L
 
 # %% ../../nbs/precision/02_names.ipynb #8e816b83
 def as_list(
@@ -19,8 +19,7 @@ def as_list(
 ) -> list: # Its entries; `L` would take a Sequential apart
     "The entries of a `keep_fp32`"
     if keep_fp32 is None: return []
-    has_entries = is_listy(keep_fp32) and not isinstance(keep_fp32, slice)
-    return list(keep_fp32) if has_entries else [keep_fp32]
+    return list(keep_fp32) if isinstance(keep_fp32, (list,tuple,L)) else [keep_fp32]
 
 def _matcher(entry):
     "`entry` as a predicate `(name, module) -> bool`"
