@@ -1,9 +1,8 @@
 "Runs that are compared: the same random numbers in any precision, faults beside dropout, true fp32; and recurrent layers in bf16"
-import subprocess,sys,warnings
+import importlib,subprocess,sys,threading,warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-import threading
 import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import default_device,nn
@@ -286,17 +285,24 @@ def test_a_reference_and_what_is_kept_in_fp32_do_not_use_tf32(tf32_as_before):
     assert {on for on,dtype in plain.seen if dtype==torch.float32}=={False} and cudnn.allow_tf32
     assert learn.mixed_precision.n_rerun==0
 
-def test_two_threads_leave_no_flag_of_torchs_on():
-    "Each in the context for a while in which the other one is as well"
-    inside,leave = threading.Event(),threading.Event()
-    def beside():
-        with comparable():
+def test_two_threads_leave_no_setting_of_torchs_behind(tf32_as_before):
+    "The second one enters the contexts within those of the first one, and leaves them later; code is then compiled as before"
+    importlib.import_module('torch._dynamo')
+    inside,leave,compiled = threading.Event(),threading.Event(),[]
+    def compare():
+        with comparable(), true_fp32():
             inside.set()
             leave.wait()
-    thread = threading.Thread(target=beside)
-    with comparable():
-        thread.start()
-        inside.wait()
-    leave.set()
-    thread.join()
-    assert not any(map(is_in_torch_dispatch_mode, (True,False)))
+    first = threading.Thread(target=compare)
+    first.start()
+    inside.wait()
+    with comparable(), true_fp32():
+        leave.set()
+        first.join()
+        assert not cudnn.allow_tf32 # for the second one is still inside
+    assert cudnn.allow_tf32 and not any(map(is_in_torch_dispatch_mode, (True,False)))
+    def backend(gm, inputs):
+        compiled.append(gm)
+        return gm
+    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert compiled

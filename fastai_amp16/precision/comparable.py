@@ -6,8 +6,9 @@
 __all__ = ['true_fp32', 'eager', 'comparable']
 
 # %% ../../nbs/precision/01_comparable.ipynb #bc0553e3
-import sys
+import sys,threading
 from contextlib import ExitStack,contextmanager,nullcontext,suppress
+from functools import wraps
 import torch,torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend,sdpa_kernel
@@ -15,6 +16,28 @@ from torch.overrides import TorchFunctionMode
 from ..util.nested import cast_floats,half_types
 from ..util.torch_private import TorchDispatchMode,backward_with_modes
 from .recurrent import is_recurrent_with_dropout,layer_by_layer
+
+# %% ../../nbs/precision/01_comparable.ipynb #a647d542
+class _Shared:
+    "A context that the first of several threads enters, and the last one leaves"
+    def __init__(self, make): self.make,self.lock,self.n = make,threading.Lock(),0
+
+    def __enter__(self):
+        with self.lock:
+            if not self.n:
+                self.context = self.make()
+                self.context.__enter__()
+            self.n += 1
+
+    def __exit__(self, *args):
+        with self.lock:
+            self.n -= 1
+            if not self.n: self.context.__exit__(None, None, None)
+
+def _shared(make):
+    "Let all contexts that `make` returns be one"
+    context = _Shared(make)
+    return wraps(make)(lambda: context)
 
 # %% ../../nbs/precision/01_comparable.ipynb #0f067267
 _aten = torch.ops.aten
@@ -78,6 +101,7 @@ def _switch_off_tf32(stack):
             stack.callback(setattr, o, 'fp32_precision', 'tf32')
             o.fp32_precision = 'ieee'
 
+@_shared
 @contextmanager
 def true_fp32():
     "A context in which convolutions, recurrent layers and matrix products of fp32 tensors do not compute in TF32"
@@ -86,6 +110,7 @@ def true_fp32():
         yield
 
 # %% ../../nbs/precision/01_comparable.ipynb #5f6cab47
+@_shared
 def eager():
     "A context in which no code is compiled, and compiled code runs eagerly"
     return torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
