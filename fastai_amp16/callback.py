@@ -330,8 +330,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if not training: self.step = None # a validation between accumulated batches is not part of their step
         try:
             self.begin_batch(entry)
-            self.make_attempts(f)
-            if entry.closures: self.say_once(fp32_closures)
+            self.make_attempts(entry, f)
             if training and self.step: end = self.step.batch_end(cancelled=False)
         except control_exceptions:
             if training and self.step: end = self.step.batch_end(cancelled=True)
@@ -344,12 +343,13 @@ class DynamicMixedPrecision(MixedPrecision):
             if not training: self.end_validation(outer)
             elif self.step and self.learn: self.end_batch(end)
 
-    def make_attempts(self, f): # As in `around_batch`
+    def make_attempts(self, entry, f): # As in `around_batch`
         "Make attempts until one counts"
         go = self.step.batches.do_one_batch = f
         while not self.step.attempt(go):
             if self.learn is None: return # a callback has removed this one
             go = self.next_attempt()
+        if entry.closures: self.say_once(fp32_closures)
 
     def end_validation(self, outer): # The step that batches of training before it wait for
         "Go on with that step"
