@@ -149,7 +149,8 @@ class Elsewhere(torch.optim.Optimizer):
                 state['mean'].lerp_(p.grad, 1-group['momentum'])
                 p.mul_(1-group['lr']*group['weight_decay']).add_(state['mean']/(state['mean'].norm()+1e-4), alpha=-group['lr'])
 
-optimizers = {'AdamW16':AdamW16, 'Adam':Adam, 'OptimWrapper':partial(OptimWrapper, opt=torch.optim.AdamW),
+torchs = partial(torch.optim.AdamW, eps=1e-5) # fastai's: by 1e-8, rounding decides where a weight goes whose gradient is nearly 0
+optimizers = {'AdamW16':AdamW16, 'Adam':Adam, 'OptimWrapper':partial(OptimWrapper, opt=torchs),
               'from elsewhere':partial(OptimWrapper, opt=Elsewhere)}
 drawn = AdamW16 # the fixture `optimizer` draws another one
 
