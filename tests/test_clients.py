@@ -140,7 +140,7 @@ uses = {
 }
 
 def has_distances():
-    "Has the distance between tensors of two dtypes a derivative? Not in torch 2.6, whose backward pass raises: there, a layer moves to fp32"
+    "Can the distance between two dtypes be differentiated? torch 2.6 raises in the backward pass: there, a layer moves to fp32"
     t = torch.ones(2, dtype=torch.half, requires_grad=True)
     try: F.mse_loss(t, torch.ones(2)).backward()
     except RuntimeError: return False
