@@ -22,7 +22,7 @@ from .diagnosis.compare import Comparison
 from .diagnosis.healing import heal
 from .diagnosis.report import Reports
 from .train.history import History
-from .diagnosis.messages import (bare_step,cannot_rerun,check_arguments,check_keywords,fp32_closures,
+from .diagnosis.messages import (bare_step,cannot_rerun,check_arguments,check_keywords,
     refuse_second_precision,static_overflow,stop_early,warn_of_slow_half,warn_user,written_gradients)
 
 # %% ../nbs/00_callback.ipynb #c5961e06
@@ -330,7 +330,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if not training: self.step = None # a validation between accumulated batches is not part of their step
         try:
             self.begin_batch(entry)
-            self.make_attempts(entry, f)
+            self.make_attempts(f)
             if training and self.step: end = self.step.batch_end(cancelled=False)
         except control_exceptions:
             if training and self.step: end = self.step.batch_end(cancelled=True)
@@ -343,13 +343,12 @@ class DynamicMixedPrecision(MixedPrecision):
             if not training: self.end_validation(outer)
             elif self.step and self.learn: self.end_batch(end)
 
-    def make_attempts(self, entry, f): # As in `around_batch`
+    def make_attempts(self, f): # As in `around_batch`
         "Make attempts until one counts"
         go = self.step.batches.do_one_batch = f
         while not self.step.attempt(go):
             if self.learn is None: return # a callback has removed this one
             go = self.next_attempt()
-        if entry.closures: self.say_once(fp32_closures)
 
     def end_validation(self, outer): # The step that batches of training before it wait for
         "Go on with that step"

@@ -21,7 +21,7 @@ from .train.scaler import DynamicScaler,require
 from .train.history import plot_history
 from .optim.clip import GradientNormClip
 from .diagnosis.report import as_html
-from .diagnosis.messages import check_keywords,warn_of_idle_metrics
+from .diagnosis.messages import check_keywords,fp32_closures,warn_of_idle_metrics
 from .callback import DynamicMixedPrecision,running
 from .checkpoint import fastais_own,save_more,take_up
 
@@ -257,6 +257,7 @@ def _batch(learn, f):
     if entry is None: return _with_stand_ins(learn, partial(_batch, learn, f)) # `learn.one_batch`, called outside a fit
     if learn.training or _can_compute_half(mp): mp.around_batch(entry, f)
     else: f()
+    if entry.closures: mp.say_once(fp32_closures)
 
 def _backward(learn, f):
     "Run `f`, the backward pass; what callbacks of any order compute after it is theirs"
