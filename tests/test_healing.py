@@ -152,7 +152,7 @@ class Larger(Callback):
 @pytest.mark.parametrize('order', [5, 60])
 def test_what_a_callback_makes_of_the_batch_is_healed(order):
     mp = ends_like_fp32(lambda: learner(between(Do(large_and_back)), cbs=Larger(order)), ['1']).mixed_precision
-    assert mp.history.reruns[0]==1 and mp.reports[0].op=='mul'
+    assert mp.history.reruns[0]==1 and [r.op for r in mp.reports]==['mul'] # later ones are for a lower loss scale
 
 @quiet
 def test_accumulated_batches_are_all_looked_at():
