@@ -6,7 +6,7 @@ import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import DataLoader,DataLoaders,Learner,MSELossFlat,default_device,nn,set_seed
 from fastai_amp16.all import DynamicMixedPrecision
-from fastai_amp16.diagnosis.compare import are_wrong
+from fastai_amp16.diagnosis.compare import far_from,nothing
 from fastai_amp16.diagnosis.deviation import loss_change
 from common import both,clean,fit
 
@@ -56,7 +56,8 @@ def test_a_loss_of_the_models_own_is_compared(name):
     fp32,learn = beside(make, Learner.to_fp16_dynamic, 10)
     mp = learn.mixed_precision
     assert mp.promoted==['.'] and mp.n_skipped==0
-    assert mp.history.reruns.any() and float(valid(learn))==pytest.approx(float(valid(fp32)), rel=0.1) # one number tells less
+    near = 0.15 if name=='one number' else 0.1 # which tells less, and later
+    assert mp.history.reruns.any() and float(valid(learn))==pytest.approx(float(valid(fp32)), rel=near)
     clean(learn)
 
 class Coarse(nn.Module):
@@ -145,7 +146,7 @@ class Boxes(nn.Module):
         move = self.b(self.a((x-320)/40).relu())
         return 1-iou(x.to(move)+move, y.to(move))
 
-@pytest.mark.warns('The code of the model itself')
+@pytest.mark.warns('in the code of the model itself')
 def test_what_is_wrong_in_all_samples_alike():
     "The overlap of boxes near 320, where bf16 has steps of 2"
     def make():
@@ -156,14 +157,15 @@ def test_what_is_wrong_in_all_samples_alike():
     assert learn.mixed_precision.promoted==['.'] and float(valid(learn))==pytest.approx(float(valid(fp32)), rel=0.05)
 
 @both
-def test_where_all_targets_are_one_number_rounding_is_no_fault(to, dtype):
-    "What differs from sample to sample is noise"
-    set_seed(0, reproducible=True)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    learn = learner((torch.randn(256, 8), torch.full((256, 1), 500.)), model, MSELossFlat())
-    with torch.no_grad(): learn.model[2].bias.fill_(499.)
-    mp = fit(half(to)(learn), 10).mixed_precision
-    assert not mp.promoted and not mp.reports
+@pytest.mark.warns('2 .Linear. computes with numbers up to')
+def test_where_all_targets_are_one_number(to, dtype):
+    "Then rounding this number is most of what is left of the loss"
+    def make():
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        with torch.no_grad(): model[2].bias.fill_(499.)
+        return learner((torch.randn(256, 8), torch.full((256, 1), 500.)), model, MSELossFlat())
+    fp32,learn = beside(make, half(to), 10)
+    assert learn.mixed_precision.promoted==['2'] and float(valid(learn))<1.3*float(valid(fp32))
 
 class Denormalizes(nn.Module):
     "A forecast, brought back to the level of its series in its own code"
@@ -208,7 +210,7 @@ def test_a_count_that_stops_goes_on():
     fp32,learn = beside(make, Learner.to_bf16_dynamic, 12)
     mp = learn.mixed_precision
     assert mp.promoted==['.'] and 'The change of `n`' in mp.reports[0].warning and mp.reports[0].sentence.count('identified')==0
-    assert fp32.model.n==322 and learn.model.n==322-9 and learn.model.n.dtype==torch.float32 # it stood from step 7 to 15
+    assert fp32.model.n==322 and learn.model.n==322-1 and learn.model.n.dtype==torch.float32 # it stood in step 7
 
 class Remembers(nn.Module):
     "Writes to a weight of its own; `called` is told of each call"
@@ -256,25 +258,25 @@ def test_infinities_that_are_meant_cost_one_call():
 
 # %% the measure
 def test_a_loss_that_is_off_is_wrong_where_no_sample_is():
-    "Each by 8% of what differs from sample to sample, in one direction; not if that is as often the other one"
+    "Each by a fifth of what differs from sample to sample, in one direction; not if that is as often the other one"
     torch.manual_seed(0)
-    y,sign = 1+0.9*torch.randn(64, 1),torch.ones(64, 1)
+    y,sign = 1+0.9*torch.randn(256, 1),torch.ones(256, 1)
     learn = SimpleNamespace(loss_func=lambda p, y: p.mean(), yb=(y,))
-    def wrong(sign): return are_wrong(learn, SimpleNamespace(pred=y+0.08*sign), SimpleNamespace(pred=y))
-    assert wrong(sign) and not wrong(torch.cat([sign[:32],-sign[32:]]))
+    def wrong(sign): return far_from(learn, y+0.2*sign, y).exceeds(nothing)
+    assert wrong(sign) and not wrong(torch.cat([sign[:128],-sign[128:]]))
 
 def test_what_a_loss_makes_of_a_difference():
     "Beside the same in float64; in chunks, it is the same"
     torch.manual_seed(0)
     p,y,d = torch.randn(64, 5),torch.randn(64, 5),0.1*torch.randn(64, 5)
     learn = SimpleNamespace(loss_func=F.mse_loss, yb=(y,))
-    c,res = loss_change(learn, p+d, p),(p-y).double()
-    assert c.slope==pytest.approx((d.norm()/res.norm()).item(), rel=1e-3)
-    assert c.value==pytest.approx(abs(F.mse_loss(p+d, y)-F.mse_loss(p, y)).item(), rel=1e-3)
-    assert c.most==pytest.approx((2*res*d).abs().mean().item(), rel=1e-3) and c.loss==pytest.approx(res.square().mean().item(), rel=1e-3)
+    c,res,d64 = loss_change(learn, p+d, p),(p-y).double(),d.double()
+    loss = res.square().mean().item()
+    assert c.bend==pytest.approx(d64.square().mean().item()/loss, rel=1e-3)
+    assert c.rise==pytest.approx((F.mse_loss(p+d, y)-F.mse_loss(p, y)).item()/loss, rel=1e-3)
+    assert c.chance==pytest.approx((2*res*d64/d.numel()).sum(1).norm().item()/loss, rel=1e-3)
     learn.loss_func = lambda p, y: (3*p).mean()
     c = loss_change(learn, p+d, p)
-    assert c.slope<1e-6 and c.most==pytest.approx(3*d.abs().mean().item(), rel=1e-3)
-    assert c.value==pytest.approx(abs(3*d.mean().item()), rel=1e-2)
+    assert c.bend<1e-6 and c.rise==pytest.approx((3*d.mean()/abs(3*p.mean())).item(), rel=1e-2)
     learn.loss_func = lambda p, y: p.missing
     assert loss_change(learn, p+d, p) is None

@@ -6,10 +6,8 @@ from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,Datasets,L,Learn
                            set_seed)
 from fastai_amp16.all import AdamW16
 from fastai_amp16.precision.comparable import true_fp32
-from fastai_amp16.diagnosis.compare import rounded as rounded_layers,wrong_first
 from fastai_amp16.diagnosis.deviation import deviation
 from fastai_amp16.ask import training_case
-from fastai_amp16.precision.plan import PrecisionPlan
 from torch.nn.utils import get_total_norm
 from common import Do,both,clean,fit
 from overflows import Outlier
@@ -76,7 +74,7 @@ wrong = { # inputs, targets, model
     'centered': (xs, product, lambda: On(centred, 1200.)),
     'variance of large numbers': (xs, product, lambda: On(standardized, 90.)),
     'forecast on its level': (xs, lambda x: 1500+product(x), lambda: Level(1500.)),
-    'bias at a high level': (xs, lambda x: 900+product(x), lambda: biased(900.)),
+    'bias at a high level': (xs, lambda x: 3000+product(x), lambda: biased(3000.)),
     'distances': (xs, product, Distances),
     'small numbers': (xs, product, lambda: nn.Sequential(
         Do(lambda x: x*1e-9), nn.Linear(8, 16, bias=False), Do(lambda x: x.float()*1e9), mlp(16))),
@@ -180,7 +178,7 @@ class Codes(nn.Module):
 def decimals(h):
     "Chaos by single operations"
     d = h.detach()
-    for _ in range(8): d = (30*d).frac()
+    for _ in range(20): d = (4*d).frac()
     return d+h-h.detach()
 class Branches(nn.Module):
     "As in a RepVGG: a batch norm of what another one has centred, whose means are nothing but rounding"
@@ -237,14 +235,6 @@ def test_nothing_is_said_of_what_rounding_explains(name, to, dtype):
         mp = fit(getattr(learner(inputs, targets, model, **dict(*kwargs)), to)(), 3).mixed_precision
     assert not mp.promoted and not mp.reports and mp.n_skipped==0
 
-def test_the_control_leaves_masks_alone():
-    "Which hold infinities"
-    m,x,mask = nn.MultiheadAttention(16, 2, batch_first=True),torch.randn(4, 8, 16),torch.full((8, 8), -torch.inf).triu(1)
-    def attend(): return m(x, x, x, attn_mask=mask)[0]
-    with torch.no_grad():
-        with rounded_layers(PrecisionPlan(m, torch.float16)): res = attend()
-        assert 0<deviation(res, attend())<0.1
-
 # %% where it is looked for
 @pytest.mark.filterwarnings('ignore::UserWarning')
 @pytest.mark.parametrize('predict', [lambda learn: learn.validate(), lambda learn: learn.get_preds()], ids=['validate','get_preds'])
@@ -282,25 +272,28 @@ def test_predictions_are_compared_once_for_the_same_weights(to, dtype):
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
 @both
-def test_found_in_a_prediction_of_one_item(to, dtype):
-    "By `learn.predict`, if the weights have changed since the last comparison"
+def test_found_in_predictions_of_one_item(to, dtype):
+    "By `learn.predict`: compared with each other, while the weights are the same"
     set_seed(0, reproducible=True)
     ts = [*xs(96)]
     splits = L(range(64)),L(range(64, 96))
-    dls = Datasets(ts, [[noop], [lambda x: product(x[None])[0]]], splits=splits).dataloaders(bs=32, num_workers=0, device=default_device())
-    calls,model = [],On(centred, 1200.)
-    model.net.register_forward_pre_hook(lambda *_: calls.append(1))
+    dls = Datasets(ts, [[noop], [lambda x: 1013+product(x[None])[0]]], splits=splits).dataloaders(bs=32, num_workers=0, device=default_device())
+    calls,model = [],biased(1013.)
+    model[1].register_forward_pre_hook(lambda *_: calls.append(1))
     learn = fit(Learner(dls, model.to(default_device()), F.mse_loss, AdamW16, lr=1e-2), 2)
-    def predict():
+    def predict(i):
         calls.clear()
-        with learn.no_bar(), learn.no_logging(): return learn.predict(ts[70])[-1]
-    wanted = predict()
+        with learn.no_bar(), learn.no_logging(): return learn.predict(ts[i])[-1].item()
+    items = [*range(64, 74)]
+    wanted = [*map(predict, items)]
     mp = getattr(learn, to)().mixed_precision
-    assert abs(predict()-wanted)<0.1*abs(wanted) and mp.promoted==['.'] and len(calls)>2
-    predict()
-    assert len(calls)==1
-    with torch.no_grad(): model.net[0].weight.add_(0.1)
-    predict()
+    for i in items[:4]: predict(i) # one does not tell how far apart predictions are
+    assert mp.promoted==['2'] and 'Earlier predictions may' in mp.reports[0].done
+    assert [*map(predict, items)]==pytest.approx(wanted, abs=0.1*torch.tensor(wanted).std().item())
+    predict(70)
+    assert len(calls)==1 # enough were compared
+    with torch.no_grad(): model[0].weight.add_(0.1)
+    predict(70)
     assert len(calls)==2
 
 def test_found_in_a_validation():
@@ -327,18 +320,18 @@ def test_a_healthy_fit_makes_few_forward_passes_more():
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
 @pytest.mark.parametrize('opt_func', [AdamW16, Adam, partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['AdamW16','Adam','OptimWrapper'])
-def test_the_sixteenth_step_is_compared_with_any_optimizer(opt_func):
-    "Also with one that counts as a write to weights for torch; what half precision loses from the ninth step on"
+def test_the_eighth_step_is_compared_with_any_optimizer(opt_func):
+    "Also with one that counts as a write to weights for torch; what half precision loses from the fifth step on"
     class Loses(nn.Module):
         n = 0
         def forward(self, x):
             self.n += self.training
             y = x@torch.eye(16, device=x.device)
-            return y if y.dtype==torch.float32 or self.n<9 else y*0
+            return y if y.dtype==torch.float32 or self.n<5 else y*0
     learn = learner(xs, product, lambda: nn.Sequential(nn.Linear(8, 16), Loses(), nn.Linear(16, 1)), n=320, bs=16)
     learn.opt_func = opt_func
     mp = fit(learn.to_fp16_dynamic(), 1).mixed_precision
-    assert mp.promoted==['1'] and mp.history.step[mp.history.reruns>0].tolist()==[15]
+    assert mp.promoted==['1'] and mp.history.step[mp.history.reruns>0].tolist()[0]==7 # later, the loss scale falls
 
 @both
 def test_a_report_says_the_same_before_training(to, dtype):
@@ -409,10 +402,10 @@ def test_what_does_not_come_again_is_told_once_and_changes_nothing(to, dtype):
 # %% odd gradients
 class Steep(nn.Module):
     "The derivative is huge where an argument is rounded to 0"
-    def __init__(self, by):
+    def __init__(self, by, level):
         super().__init__()
-        self.a,self.b,self.out,self.by = nn.Linear(8, 8),nn.Linear(8, 8),nn.Linear(16, 1),by
-    def forward(self, x): return self.out(torch.cat([self.a(x), 0.1*(self.b(x)*self.by).tanh()], 1))
+        self.a,self.b,self.out,self.by,self.level = nn.Linear(8, 8),nn.Linear(8, 8),nn.Linear(16, 1),by,level
+    def forward(self, x): return self.out(torch.cat([self.a(x), 0.1*((self.b(x)+self.level-self.level)*self.by).tanh()], 1))
 
 class Norms(Callback):
     "The norm of each step's gradients, and that of fp32's for the same weights"
@@ -420,18 +413,19 @@ class Norms(Callback):
     def before_fit(self): self.norms = []
     def before_step(self):
         params = dict(self.model.named_parameters())
-        loss = F.mse_loss(torch.func.functional_call(Steep(self.model.by), params, self.xb), *self.yb)
+        loss = F.mse_loss(torch.func.functional_call(Steep(self.model.by, self.model.level), params, self.xb), *self.yb)
         grads = torch.autograd.grad(loss, [*params.values()])
         self.norms.append([get_total_norm(o).item() for o in ([p.grad for p in params.values()], grads)])
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
-@pytest.mark.parametrize('to,by,n', [('to_fp16_dynamic',3e4,1920), ('to_bf16_dynamic',1e5,960)], ids=['fp16','bf16'])
-def test_gradients_that_half_precision_makes_large(to, by, n):
-    "No gradient is far larger than fp32's, and the scale stays"
-    learn = fit(getattr(learner(xs, product, lambda: Steep(by), n=n, cbs=Norms()), to)(), 1)
+@pytest.mark.parametrize('to,by,level', [('to_fp16_dynamic',3e4,1.), ('to_bf16_dynamic',1e5,1/16)], ids=['fp16','bf16'])
+def test_gradients_that_half_precision_makes_large(to, by, level):
+    "No gradient is 16 times as large as fp32's, nor does the scale stay low"
+    learn = fit(getattr(learner(xs, product, lambda: Steep(by, level), n=1920, cbs=Norms()), to)(), 1)
     mp,(half,fp32) = learn.mixed_precision,zip(*learn.norms.norms)
-    assert mp.promoted==['b'] and mp.history.reruns.gt(0).sum()==1 and mp.history.loss_scale.nunique()==1
-    assert 'Gradients are' in mp.reports[0].sentence and all(a<4*b for a,b in zip(half, fp32))
+    assert mp.promoted and {*mp.promoted}<={'.','b'}
+    assert mp.scaler.get_scale()==(2**16 if to=='to_fp16_dynamic' else 1)
+    assert 'Gradients are' in mp.reports[0].sentence and all(a<16*b for a,b in zip(half, fp32))
 
 @both
 def test_gradients_that_are_large_in_fp32_as_well(to, dtype):
@@ -442,16 +436,3 @@ def test_gradients_that_are_large_in_fp32_as_well(to, dtype):
     assert mp.history.step[mp.history.reruns>1].tolist()==mp.history.step[mp.history.reruns>0].tolist()==[9]
     assert not mp.promoted and not mp.reports
     assert deviation(predictions(learn), predictions(fp32))<0.1
-
-def test_where_rounding_changes_how_many_numbers_there_are_no_operation_is_to_blame():
-    "As among the tokens of an expert: a control of another shape says nothing"
-    calls = itertools.count()
-    def chosen(h):
-        n = next(calls) # in fp32, in half precision, in the control
-        return h+(h[:8-(n>1)]*(1. if n==0 else -1.)).mean()
-    learn = learner(xs, product, lambda: nn.Sequential(nn.Linear(8, 16), Do(chosen), nn.Linear(16, 1))).to_fp16_dynamic()
-    with training_case(learn) as case:
-        case.fp32 = case.run_fp32()
-        half = case.run(reference=case.fp32)
-        case.make_controls()
-        assert not wrong_first(half, case.controls[0])

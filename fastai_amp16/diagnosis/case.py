@@ -11,7 +11,7 @@ from collections import defaultdict
 from contextlib import nullcontext,suppress
 from dataclasses import dataclass,replace
 from fastai.basics import *
-from .compare import are_wrong,has_become_infinite,lost,rounded,wrong_first
+from .compare import Far,far_from,has_become_infinite,hides_infinity,lost,makers,nothing,where_bits_are_lost
 from ..precision.comparable import comparable,eager
 from ..util.nested import cast_floats
 from ..precision.names import as_list
@@ -171,12 +171,16 @@ class Case:
     backward:bool = True # Run the backward pass as well?
     silent:bool = False # Are wrong predictions a fault even if everything is finite?
     lr:float = None # The learning rate of the last step that the fit has taken, if any
+    others:list = () # Predictions of fp32 for other batches of one sample, as for `far_from`
     tell:object = noop # Function to call before each run
     f:object = None # Function that runs one batch; by default, that of the batches
     fp32 = half = None # The runs of `diagnose` in fp32 and in half precision
     left_out = () # callbacks that do not run
     draws = True # May the batch draw random numbers that depend on the precision?
-    controls = () # The runs in fp32 with rounded outputs, and of each batch twice
+    limits = nothing # How far predictions may be from fp32's
+    share = 0. # The largest part of the layers that may be at fault, if that is more than one of them
+    harmed = False # Is it wrong whatever it comes from?
+    twice = None # The run in fp32 of each batch twice
 
     def __post_init__(self):
         self.keep,self.ranks = as_list(self.keep_fp32),self.step.ranks
@@ -263,40 +267,47 @@ class Case:
     def fits(self, half:Recording): # A run in half precision
         "Is everything finite, predictions and modules as well, and are the predictions right if `silent`?"
         if not half.finite: return False
-        if has_become_infinite(half.pred, self.fp32.pred): return False
+        if self.has_become_infinite(half): return False
         if self.spoilt(half): return False
         return not (self.silent and self.is_wrong(half))
 
+    def has_become_infinite(self, run:Recording): # A run in any precision
+        "Are predictions infinite where fp32's are not?"
+        return has_become_infinite(run.pred, self.fp32.pred)
+
     def is_wrong(self, run:Recording): # A run in any precision
         "Are predictions, or what goes to the next batch, far from those in fp32, or the gradients far larger?"
-        norm = max(o.norm for o in (self.fp32, *self.controls[:1]))
-        if self.backward and are_too_large(run.norm, norm): return True
-        if self.lost(run): return True
-        return are_wrong(self.learn, run, self.fp32, self.controls)
+        if self.has_large_gradients(run) or self.is_certain(run): return True
+        return self.far(run).exceeds(self.limits)
+
+    def has_large_gradients(self, run:Recording): # A run in any precision
+        "Are the gradients far larger than those in fp32?"
+        return self.backward and are_too_large(run.norm, self.fp32.norm)
+
+    def is_certain(self, run:Recording): # A run in any precision
+        "Is it wrong whatever a loss makes of it: with infinite predictions, or in what goes to the next batch?"
+        if self.has_become_infinite(run) and hides_infinity(self.learn, run.pred, self.fp32.pred): return True
+        return bool(self.lost(run))
+
+    def far(self, run:Recording) -> Far: # A run in any precision
+        "How far predictions are from those in fp32"
+        return far_from(self.learn, run.pred, self.fp32.pred, self.others)
 
     def lost(self, run:Recording): # A run in any precision
         "Find what goes to the next batch and changes otherwise than in fp32, and how far off it is, by name"
-        return lost(run, self.fp32, self.before, self.controls)
+        return lost(run, self.fp32, self.before, self.twice)
 
     @functools.cached_property
     def before(self) -> dict:
         "What modules carry to the batches, which are not running now"
         return sampled(self.batches.model_state.carried())
 
-    def make_controls(self) -> bool:
-        "Run the batches in fp32 with rounded outputs, for `is_wrong`; `False` if that raises. All ranks must call this"
-        def in_rounded(): # since hooks that were set before are removed when a run begins
-            with rounded(self.plan()): self.f()
+    def run_twice(self):
+        "Run each batch twice in fp32, for `lost`. All ranks must call this"
         def twice():
             with suppress(Left): self.f()
             self.f()
-        def control(f, modules=False):
-            case = replace(self, backward=self.backward and modules, f=f)
-            return case.run_fp32(modules, reference=self.fp32)
-        controls = control(in_rounded, True),control(twice)
-        if self.ranks.any(any(o.error for o in controls)): return False # a check of values in the model's code, say
-        self.controls = controls
-        return True
+        self.twice = replace(self, backward=False, f=twice).run_fp32(modules=False)
 
     def spoilt(self,
         half:Recording # A run in half precision
@@ -314,9 +325,5 @@ class Case:
         # an infinity inside a module's own code mostly does no harm
         inner = [o for o in faults(half) if o[0]!='backward']
         if not (self.silent and self.is_wrong(half)): return inner+res
-        wrong = wrong_first(half, first(self.controls)) or wrong_first(half)
-        if not inner: return wrong+res
-        # that infinity does none if something is wrong which has nothing to do with it
-        seen = [s for _,f in wrong for s in (*f.ins,*f.outs)]
-        is_apart = bool(wrong) and not any(s.is_bad() for s in seen)
-        return (wrong if is_apart else inner)+res
+        lost = makers(where_bits_are_lost(half))
+        return [*(('forward',f) for f in lost), *inner, *res]

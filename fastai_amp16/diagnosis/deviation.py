@@ -113,6 +113,10 @@ def _loss(learn, pred, yb):
         return None
     return loss.detach(),[(t.detach(),g) for t,g in zip(leaves, grads)]
 
+def _by_sample(t):
+    "The sum for each sample"
+    return t.flatten(1).sum(1) if t.dim()>1 else t.flatten()
+
 def _loss_sums(learn, pred, reference, yb):
     "What `loss_change` adds up over parts of a batch; `None` if the loss function cannot take predictions"
     old,new = _loss(learn, reference, yb),_loss(learn, pred, yb)
@@ -121,9 +125,10 @@ def _loss_sums(learn, pred, reference, yb):
     for (y,g),(x,h) in zip(old[1], new[1]):
         both = x.isfinite() & y.isfinite()
         d = torch.where(both, x-y, 0).double()
-        g,h = g.double(),h.double()
-        terms = (h-g)*d,g*g,d*d,(g*d).abs()
-        sums = sums+torch.stack([o.sum().to(loss.device) for o in terms])
+        bend = (h.double()-g.double())*d
+        by_chance = _by_sample(g.double()*d).square()
+        size = y.double().square()
+        sums = sums+torch.stack([o.sum().to(loss.device) for o in (bend,by_chance,size)])
     return torch.cat([torch.stack([new[0]-loss, loss]).double(), sums])
 
 def _n_parts(pred, yb):
@@ -138,12 +143,10 @@ def _part(o, i, n):
     return replace(o, lambda t: t.tensor_split(n)[i])
 
 class LossChange(NamedTuple):
-    "What a loss makes of the difference between predictions and a reference"
-    slope:float # How much steeper it becomes along the difference, relative to its gradient; 0 where it is linear
-    value:float # How much its value changes
-    most:float # How much it would at most, if all numbers of the difference acted in one direction
-    loss:float # The size of its value for the reference
-    gradient:float # The size of its gradient there
+    "What a loss makes of the difference between predictions and a reference, relative to its value for the reference"
+    rise:float # How much larger it is for the predictions
+    bend:float # How much it would rise if the difference had nothing to do with the targets; 0 where it is linear
+    chance:float # How much it would rise or fall by chance, if each sample's difference were as often the opposite
 
 def loss_change(
     learn:Learner, # With a loss function, and a batch with targets
@@ -157,11 +160,9 @@ def loss_change(
         sums = [_loss_sums(learn, *_part(batch, i, n)) for i in range(n)]
         if all(o is not None for o in sums): break
     else: return
-    change,loss,dot,gradient,difference,most = sum(sums).tolist()
-    size = math.sqrt(gradient*difference)
-    return LossChange(
-        slope=abs(dot)/size if size else 0.,
-        value=abs(change),
-        most=most,
-        loss=abs(loss),
-        gradient=math.sqrt(gradient))
+    change,loss,bend,by_chance,size = sum(sums).tolist()
+    n = sum(t.numel() for t in tensors(reference))
+    # a loss is rounded as the predictions are that it is made of
+    least = torch.finfo(torch.float32).eps*math.sqrt(size/n)
+    def relative(o): return o/(abs(loss)+least) if o else 0.
+    return LossChange(relative(change), relative(abs(bend)/2), relative(math.sqrt(by_chance)))

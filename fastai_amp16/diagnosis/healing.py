@@ -181,6 +181,7 @@ def case_of(
         backward=mp.training,
         silent=step.silent,
         lr=mp.log.last_lr,
+        others=mp.comparison.others,
         tell=tell)
 
 def heal(
@@ -198,7 +199,8 @@ def heal(
     heals = d.verdict is Verdict.healed and mp.on_spiral=='heal'
     _count(mp, d, heals)
     if heals: _promote(mp, d)
-    if d.verdict is Verdict.fine and what is not None: # fp32 has this infinity, too
+    if d.verdict is Verdict.fine and d.silent: mp.comparison.found_nothing()
+    elif d.verdict is Verdict.fine and what is not None: # fp32 has this infinity, too
         step.batches.model_state.infinity_is_fault = False
     _tell(mp, d, named, what)
     step.silent,step.error = False,None
@@ -223,6 +225,7 @@ def _promote(mp, d):
     is_late = d.silent and mp.learn._fitting and not mp.training
     for r in d.reports:
         r.done = f"The batch runs again, with {in_words(r.promoted)} in fp32 from now on."
+        if mp.comparison.others: r.done += " Earlier predictions may have had the same error."
         if is_late: r.done += " Training so far may have had the same error."
         r.remedy = f"To start that way: {code}."
 

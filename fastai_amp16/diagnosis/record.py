@@ -18,6 +18,7 @@ from ..train.grads import grad_values
 from ..util.nested import half_types,replace,tensors
 from ..precision.plan import PrecisionPlan,convs,no_half_masters
 from ..util.torch_private import in_backward,no_torch_function,version
+from .deviation import deviation
 from .measure import has_numbers,is_plain,measure,read,sample,sampled
 
 # %% ../../nbs/diagnosis/01_record.ipynb #9a5f3aad
@@ -77,6 +78,13 @@ class Seen:
         ref = getattr(self.ref, what, None)
         if own is None: return False
         return own.nonfinite>(ref.nonfinite if ref else 0)
+
+    @functools.cached_property
+    def off(self) -> float:
+        "How far it is from the same tensor in the reference, as a `deviation`; infinitely if it is bad"
+        if self.is_bad(): return math.inf
+        samples = self.sample,getattr(self.ref, 'sample', None)
+        return 0. if any(o is None for o in samples) else deviation(*samples)
 
 # %% ../../nbs/diagnosis/01_record.ipynb #0ec743dd
 def _finite(t):

@@ -11,10 +11,11 @@ from fastai.basics import *
 from ..util.nested import replace,tensors
 from ..precision.names import covers
 from .record import Frame,Recording
-from .compare import are_wrong,has_become_infinite
+from .compare import Far,has_become_infinite,is_learned_from,less,makers,nothing,where_bits_are_lost
 from .deviation import deviation
 from .case import Case,faults
 from .remedy import Reason,Remedy,least_in_fp32
+from ..train.decide import are_too_large
 
 # %% ../../nbs/diagnosis/07_verdict.ipynb #d585bc3e
 @dataclass
@@ -188,14 +189,19 @@ def _same_call(run, frame):
     "The same call in another run; if it was not made there, one without tensors"
     return first(o for o in run.frames if o.call==frame.call) or Frame(frame.call)
 
+def _norm(case, plain):
+    "The norm of the gradients, at a loss scale that fits; 0 if there are none"
+    return plain.norm if plain.finite else case.step.suspect_norm or 0.
+
 def _how_far_off(case, plain):
     "What is wrong, and by how much: what goes to the next batch (its names), predictions or gradients"
     changes = case.lost(plain)
     if changes: return [*changes],max(changes.values())
     if has_become_infinite(plain.pred, case.fp32.pred): return 'infinities',math.inf
-    if are_wrong(case.learn, plain, case.fp32, case.controls):
-        return 'predictions',deviation(plain.pred, case.fp32.pred)
-    return 'gradients',plain.norm/case.fp32.norm if plain.finite else math.inf
+    far = case.far(plain)
+    if far.off<=nothing.off and far.rise>nothing.rise: return 'loss',far.rise
+    if far.exceeds(nothing): return 'predictions',far.off
+    return 'gradients',_norm(case, plain)/case.fp32.norm
 
 def _computes_in_half(run, frame):
     "Does a call take in or give half precision, or one that it makes?"
@@ -241,32 +247,85 @@ def _fault(case, plain, remedy):
     elif res.spoilt or res.off: res.phase = 'forward'
     return res
 
+_tiny = 1e-4 # differences between predictions, relative to how far they are from their targets
+_share = 0.3 # of the layers: a fault is in a smaller part
+
+def _is_harmed(case, plain):
+    "Is it wrong whatever it comes from: by what a loss makes of it, or what goes to the next batch?"
+    if case.is_certain(plain): return True
+    far = case.far(plain)
+    is_bent = far.off<=nothing.off and far.bend>nothing.bend # farther off, it may be chaos, of which a loss makes much, too
+    return is_bent or far.rise>nothing.rise
+
+def _matters(case, plain):
+    "Does it matter to what is learned that predictions are off?"
+    far = case.far(plain)
+    if far.off<=nothing.off: return False
+    if case.others: return True # calls show nothing that differs from sample to sample
+    calls = where_bits_are_lost(case.half)
+    if not calls: return False
+    if any(s.is_bad() for f in calls for s in f.outs): return True
+    if not far.bend: return True # the loss is linear, and cannot tell
+    if far.bend<_tiny**2*far.off**2: return False # predictions are almost the same for all samples, as before a training
+    return far.bend>nothing.rise or is_learned_from(case.half)
+
+def _are_gradients_wrong(case, plain):
+    "Are gradients so much larger than fp32's that it is not by chance, and predictions not off, as in a chaotic program?"
+    are_large = case.backward and are_too_large(less*_norm(case, plain), case.fp32.norm)
+    return are_large and case.far(plain).off<=nothing.off
+
 def _is_silently_wrong(case, plain):
-    "Is half precision wrong on any rank though everything is finite?"
+    "May half precision be wrong on any rank though everything is finite?"
     some = case.ranks.any
-    deviates = False
-    if case.silent or some(case.is_wrong(plain)):
-        if case.make_controls():
-            is_fp32_wrong = some(case.is_wrong(case.run_fp32(modules=False))) # which proves nothing
-            deviates = not is_fp32_wrong and case.is_wrong(plain)
-    return some(case.spoilt(plain) or deviates)
+    if some(case.spoilt(plain)): return True
+    if some(case.lost(plain)): case.run_twice()
+    harmed = some(_is_harmed(case, plain))
+    matters = harmed or some(_matters(case, plain))
+    if not matters and not some(_are_gradients_wrong(case, plain)): return False
+    if some(case.is_wrong(case.run_fp32(modules=False))): return False # which proves nothing
+    far = map(_largest_finite, zip(*case.ranks.gather(tuple(case.far(plain)))))
+    case.limits = Far(*far).times(less)
+    case.share = _share if matters else 0. # of one layer
+    case.harmed = harmed
+    return True
+
+def _largest_finite(ns): return max(filter(math.isfinite, ns), default=0.)
+
+def _is_small(case, remedy):
+    "Does `remedy` leave most layers in half precision? If not, it is the program that makes much of rounding"
+    if remedy is None: return False
+    def layers(plan): return sum(1 for m in plan.in_half if next(m.parameters(recurse=False), None) is not None)
+    n = layers(case.plan())
+    kept = n-layers(case.plan(remedy.promoted))
+    return kept<n and kept<=max(1, case.share*n)
+
+def _mends(case, remedy):
+    "Does `remedy` keep a call in fp32 that loses bits?"
+    if case.harmed or not case.share or case.others: return True
+    names = [f.name for f in makers(where_bits_are_lost(case.half))]
+    return case.ranks.any(any(covers([o], n) or o==f'{n}.' for o in remedy.promoted for n in names))
+
+def _is_sensitive(case, plain, remedy):
+    "Is it the program that is sensitive to rounding? Then all is finite, and only most of it in fp32 helps"
+    in_forward = [phase for phase,_ in faults(case.half) if phase!='backward']
+    is_infinite = in_forward or plain.error or case.spoilt(plain) or case.has_become_infinite(plain)
+    return case.silent and not case.ranks.any(is_infinite) and not (_is_small(case, remedy) and _mends(case, remedy))
 
 def judge(
     case:Case # A batch that is finite in fp32
 ): # `Healthy`, `HighScale` or `Fault`
     "Decide whether half precision is at fault where fp32 can use a batch"
     ranks = case.ranks
-    was_silent = case.silent
     case.half = plain = case.run(reference=case.fp32)
     # an infinity that was mended in this run may do no harm, and what the next run does not show comes and goes
     shows_fault = not plain.finite or bool(faults(plain))
     has_ended = plain.error is None
     if ranks.any(has_ended and shows_fault): plain = case.run(modules=False)
     is_finite = ranks.all(plain.finite)
-    if is_finite or was_silent: case.silent = _is_silently_wrong(case, plain)
-    if not is_finite: case.silent = was_silent # gradients may be wrong at a lower scale as well
+    case.silent = (is_finite or case.silent) and _is_silently_wrong(case, plain)
     if ranks.all(case.fits(plain)): return Healthy()
     remedy = least_in_fp32(case)
+    if _is_sensitive(case, plain, remedy): return Healthy()
     if remedy and not remedy.promoted: # everything is finite at that scale, but may be wrong
         case.silent = _is_silently_wrong(case, plain)
         if case.silent: remedy = least_in_fp32(case)
