@@ -169,18 +169,23 @@ Where the rebuilt failure differs from the report:
 
 def _silent():
     res = read('silent')
-    fine = [r['what'] for r in res['rows'] if r['kind']=='healthy']
+    rows = res['rows']
     return f"""### Finite but wrong
 
-{silent.claim(res['rows'])}.
+{silent.claim(rows)}.
 
-The trainings are small, and end with an accuracy or R² (bold: more than {silent.near} below fp32's; -9.999 stands for anything below).
-"kept in fp32" is what was found, by its name in the model; a name that ends with a dot stands for a module's own code. The last column
-counts the modules with weights that still compute in half precision. {res['machine']}, fastai {res['fastai']}.
+{silent.table(rows)}
 
-{silent.table(res['rows'])}
+The programs are small and drawn at random from {len(silent.kinds['wrong'])} families of wrong ones and {len(silent.kinds['healthy'])} of healthy
+ones ([families.py](families.py)): level, frequency, scale, width, depth, activation, norm, batch size, optimizer, learning rate, loss and the
+moment when a fault begins. One counts as wrong if plain half precision ends with more than {silent.is_wrong} times the loss of fp32, and within
+{silent.is_mended} with the part at fault in fp32. It is as it should be if it ends within {silent.is_right}, what is kept is named, and
+{silent.left_in_half:.0%} of its layers are in half precision (or all but one). One counts as healthy if plain half precision ends within
+{silent.is_healthy}; then nothing should be said or kept. The families that have programs which are not as they should be, in all columns:
 
-The healthy or chaotic ones, of which nothing should be said: {'; '.join(fine)}."""
+{silent.by_family(rows)}
+
+{res['machine']}, fastai {res['fastai']}."""
 
 def _survival():
     res = read('survival')

@@ -642,11 +642,11 @@ def test_an_interrupt_leaves_no_infinity_of_an_attempt(event, ex, acc):
     assert all(b.isfinite().all() for b in learn.model.buffers()) and not any('forward' in vars(m) for m in learn.model.modules())
 
 def test_cancelled_steps_do_not_ask_again_for_predictions():
-    "Before the 16th step fp32 is asked, and not in each batch until it is made"
+    "Before the 8th step fp32 is asked, and not in each batch until it is made"
     class Cancels(Callback):
         order = -5
         def before_step(self):
-            if 14<self.iter<40: raise CancelStepException()
+            if 6<self.iter<32: raise CancelStepException()
     learn = classifier(lambda: net(Plain), fp16, [Cancels()], n=45)
     passes,inner = Passes(learn.model),Passes(next(learn.model.children()))
     fit(learn, 1)

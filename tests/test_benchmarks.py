@@ -4,7 +4,7 @@ from pathlib import Path
 from unittest.mock import patch
 import pytest,torch
 import accumulation,bf16_cpu,compatibility,compiled,cuda_dispatch,diagnosis,doctor,epsilon,fp16_cpu,libraries,memory,published
-import scale_policy,scaling,short_fits,silent,step_cost,timing
+import families,scale_policy,scaling,short_fits,silent,step_cost,timing
 from fastai.basics import DataLoaders,Learner
 from torch._dynamo.utils import counters
 from fastai_amp16.all import DynamicScaler
@@ -216,22 +216,20 @@ def test_the_doctor_is_said_to_be_wrong_where_it_is():
     assert 'about 1 of 2 models' in doctor.claim(res) and 'about 1 of 2 healthy' in doctor.claim(res)
     assert '| healthy | g | 2 | 0 | 1 | 1 | 0 |' in doctor.table(res)
 
-@pytest.mark.filterwarnings('ignore')
-def test_silent(tmp_path):
-    "Two programs that half precision makes wrong, one of which no fit trains, and a healthy one"
-    silent.main(f'--only years validate lr_0 --out {tmp_path}/x.json'.split())
+def test_silent(tmp_path, monkeypatch):
+    "A program of each kind, drawn until one of each counts"
+    monkeypatch.setattr(silent, 'kinds', dict(wrong=[families.bias_at_level], healthy=[families.ordinary]))
+    silent.main(f'--n 1 --habits cpu --out {tmp_path}/x.json'.split())
     rows = read(tmp_path/'x.json')['rows']
-    assert [(r['kind'],r['name']) for r in rows]==[('wrong','years'),('wrong','validate'),('healthy','lr_0')]
-    years,validate,lr_0 = rows
-    assert years['fp32']['score']>0.9 and max(years[f'fastai_{k}']['score'] for k in ('fp16','bf16'))<0.5
-    assert all(years[k]['promoted']==['angles'] and len(years[k]['told'])==1 for k in ('fp16','bf16'))
-    assert validate['fp16']['promoted']==['.']
-    assert silent.right(rows, 'fp16')==rows and silent.right(rows[:1], 'fastai_fp16')==[] and not lr_0['fp16']['told']
-    table = silent.table(rows)
-    assert table.count('\n')==3 and '| **-0.0' in table and '| `angles` | `angles` |' in table
-    assert 'Of 2 trainings' in silent.claim(rows) and 'nothing is said of 1 in fp16 and of 1 in bf16' in silent.claim(rows)
-    lr_0['bf16']['promoted'] = ['0']
-    assert silent.claim(rows).endswith('of 0 in bf16; bf16 promotes layers of `lr_0`')
+    wrong,healthy = [silent.counted(rows, kind, 'cpu', 'fp16') for kind in ('wrong','healthy')]
+    r = wrong[0]
+    assert r['fp16']['plain']>1.5*r['fp32'] and r['fp16']['promoted']==[r['fp16']['part']] and len(r['fp16']['told'])==1
+    assert all(o['fp16']['ok'] and not o['fp16']['told'] for o in healthy)
+    n = len(wrong)
+    assert silent.rates(rows)['wrong']['cpu','fp16']==(n,n) and f'| {n} of {n} (100.0%) |' in silent.table(rows)
+    assert f'Of at least {min(n, len(silent.counted(rows, "wrong", "cpu", "bf16")))} random programs' in silent.claim(rows)
+    r['fp16']['ok'] = False
+    assert '| `bias_at_level` | wrong |' in silent.by_family(rows) and '`ordinary`' not in silent.by_family(rows)
 
 # %% the policies
 def test_replay():

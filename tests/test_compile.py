@@ -90,7 +90,7 @@ def eager_weights(model):
 @pytest.mark.parametrize('how', [wrapped,in_place,parts])
 @pytest.mark.parametrize('model', [Conv,Tokens])
 def test_compiled_as_often_as_in_fp32(model, how, when):
-    """All of it in the first epoch; the predictions of the 16th step, which is in the second, are compared without compiled code
+    """All of it in the first epoch; the predictions of the 8th step are compared without compiled code
 
     Compiled code gets the masters: casts are a part of its kernels, and CUDA graphs take it that weights stay where they are. Parts get
     what the layers before them give."""
@@ -136,7 +136,7 @@ needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ('g++','clang++'))
 def test_inductor(mode):
     """Ends where the same loop in fp32, compiled as well, ends; compiled code draws random numbers of its own for dropout
 
-    That is no sign of wrong predictions in the 16th step. Kernels without vector instructions are compiled in half the time."""
+    That is no sign of wrong predictions in the 8th step. Kernels without vector instructions are compiled in half the time."""
     def run(to):
         torch._dynamo.reset()
         learn = learner(lambda: nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 1)))

@@ -108,7 +108,7 @@ def test_a_batch_runs_again_with_the_random_numbers_of_the_gpu():
 class Synchronizations:
     """Lets PyTorch raise at whatever waits for the GPU in a training batch, except in the one read, where it counts
 
-    Not in the batches before `after`, in which others set themselves up, nor in the first one and the 16th, whose predictions are compared
+    Not in the batches before `after`, in which others set themselves up, nor in the first one and the 8th, whose predictions are compared
     with fp32's. fastai's `Recorder`, which copies the loss to the CPU, is away."""
     compared = 0,15
     def __init__(self, learn, after=0):

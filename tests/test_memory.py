@@ -80,7 +80,7 @@ def test_a_comparison_takes_memory_for_one_more_set_of_predictions(f, drop, to, 
         return res
     monkeypatch.setattr('fastai_amp16.diagnosis.compare.loss_change', noted)
     with_it = peak(f, learner(model, to, cbs=cbs))
-    assert len(compared)==1 and 0<compared[0].slope<0.1
+    assert len(compared)==1 and 0<compared[0].bend<0.01
     compare_nothing(monkeypatch)
     without = peak(f, learner(model, to, cbs=cbs))
     assert without>large and with_it-without<=2.5*large
@@ -109,19 +109,15 @@ def test_where_there_is_room_for_the_batch_alone_nothing_is_compared(to, dtype, 
 def too_small(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
 
 @both
-@pytest.mark.parametrize('where', ['deviation','loss_change','_same_infinities','rounded','lost','sampled','AllNoted'])
+@pytest.mark.parametrize('where', ['distances','deviation','loss_change','_same_infinities','lost','sampled','AllNoted'])
 def test_wherever_memory_is_too_small(where, to, dtype, monkeypatch, recwarn):
-    "In what differs, the loss on predictions, a control or the notes: the fit ends as without the comparison"
-    def level(): return nn.Sequential(Words(), Level())
-    class Level(nn.Module): # is wrong without a sign, so that controls run
-        def forward(self, x): return x+3000.-3000.
-    if where!='rounded': level = Words
+    "In what differs, the loss on predictions or the notes: the fit ends as without the comparison"
     ends = []
     for compares in False,True:
         with monkeypatch.context() as m:
             if not compares: compare_nothing(m)
             m.setattr(f'fastai_amp16.diagnosis.compare.{where}', too_small)
-            learn = learner(level, to)
+            learn = learner(Words, to)
             fit(learn, 1)
             validation(learn)
         ends.append(weights(learn))

@@ -1,13 +1,12 @@
 "Half precision that is finite and wrong: found in the first batch, named, and kept in fp32; and healthy networks, of which nothing is said"
-import itertools,warnings
-import pytest,torch
+import datetime,warnings
+import pytest,silent,torch
 import torch.nn.functional as F
 from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,Datasets,L,Learner,OptimWrapper,default_device,nn,noop,partial,
                            set_seed)
 from fastai_amp16.all import AdamW16
 from fastai_amp16.precision.comparable import true_fp32
 from fastai_amp16.diagnosis.deviation import deviation
-from fastai_amp16.ask import training_case
 from torch.nn.utils import get_total_norm
 from common import Do,both,clean,fit
 from overflows import Outlier
@@ -234,6 +233,20 @@ def test_nothing_is_said_of_what_rounding_explains(name, to, dtype):
         warnings.simplefilter('error', UserWarning)
         mp = fit(getattr(learner(inputs, targets, model, **dict(*kwargs)), to)(), 3).mixed_precision
     assert not mp.promoted and not mp.reports and mp.n_skipped==0
+
+# %% random programs, others each week
+week = datetime.date.today().isocalendar().week
+
+@both
+@pytest.mark.parametrize('kind,most', [('wrong',1),('healthy',1)])
+def test_random_programs(kind, most, to, dtype):
+    "Nearly all that half precision makes wrong end as in fp32, and of nearly all that are healthy nothing is said (benchmarks/silent.py)"
+    rows,k = [],to[3:7]
+    for seed in range(1000*week, 1000*week+8):
+        fp32 = silent.train(silent.draw(kind, seed), 'to_fp32')[0]
+        rows.append(dict(seed=seed, fp32=fp32, **silent.column(kind, seed, to, fp32)))
+    bad = [r for r in rows if r['counts'] and not r['ok']]
+    assert any(r['counts'] for r in rows) and len(bad)<=most, (k,bad)
 
 # %% where it is looked for
 @pytest.mark.filterwarnings('ignore::UserWarning')

@@ -11,7 +11,7 @@ from collections import defaultdict
 from contextlib import nullcontext,suppress
 from dataclasses import dataclass,replace
 from fastai.basics import *
-from .compare import Far,far_from,has_become_infinite,hides_infinity,lost,makers,nothing,where_bits_are_lost
+from .compare import Far,far_from,has_become_infinite,lost,makers,nothing,where_bits_are_lost
 from ..precision.comparable import comparable,eager
 from ..util.nested import cast_floats
 from ..precision.names import as_list
@@ -178,8 +178,7 @@ class Case:
     left_out = () # callbacks that do not run
     draws = True # May the batch draw random numbers that depend on the precision?
     limits = nothing # How far predictions may be from fp32's
-    share = 0. # The largest part of the layers that may be at fault, if that is more than one of them
-    harmed = False # Is it wrong whatever it comes from?
+    evidence = '' # Why a wrong result matters: 'gradients', 'bits' or 'harm'
     twice = None # The run in fp32 of each batch twice
 
     def __post_init__(self):
@@ -266,32 +265,24 @@ class Case:
     # of this rank's batch
     def fits(self, half:Recording): # A run in half precision
         "Is everything finite, predictions and modules as well, and are the predictions right if `silent`?"
-        if not half.finite: return False
-        if self.has_become_infinite(half): return False
-        if self.spoilt(half): return False
+        if not (half.finite and self.is_finite(half)): return False
         return not (self.silent and self.is_wrong(half))
 
-    def has_become_infinite(self, run:Recording): # A run in any precision
-        "Are predictions infinite where fp32's are not?"
-        return has_become_infinite(run.pred, self.fp32.pred)
+    def is_finite(self, half:Recording): # A run in half precision
+        "Are predictions and modules finite, where fp32's are?"
+        return not (self.spoilt(half) or has_become_infinite(half.pred, self.fp32.pred))
 
     def is_wrong(self, run:Recording): # A run in any precision
         "Are predictions, or what goes to the next batch, far from those in fp32, or the gradients far larger?"
-        if self.has_large_gradients(run) or self.is_certain(run): return True
-        return self.far(run).exceeds(self.limits)
+        return self.has_large_gradients(run) or self.far(run).exceeds(self.limits)
 
     def has_large_gradients(self, run:Recording): # A run in any precision
         "Are the gradients far larger than those in fp32?"
         return self.backward and are_too_large(run.norm, self.fp32.norm)
 
-    def is_certain(self, run:Recording): # A run in any precision
-        "Is it wrong whatever a loss makes of it: with infinite predictions, or in what goes to the next batch?"
-        if self.has_become_infinite(run) and hides_infinity(self.learn, run.pred, self.fp32.pred): return True
-        return bool(self.lost(run))
-
     def far(self, run:Recording) -> Far: # A run in any precision
         "How far predictions are from those in fp32"
-        return far_from(self.learn, run.pred, self.fp32.pred, self.others)
+        return far_from(self.learn, run, self.fp32, self.before, self.others, self.twice)
 
     def lost(self, run:Recording): # A run in any precision
         "Find what goes to the next batch and changes otherwise than in fp32, and how far off it is, by name"
@@ -326,4 +317,5 @@ class Case:
         inner = [o for o in faults(half) if o[0]!='backward']
         if not (self.silent and self.is_wrong(half)): return inner+res
         lost = makers(where_bits_are_lost(half))
-        return [*(('forward',f) for f in lost), *inner, *res]
+        lost = [('forward',f) for f in lost]
+        return [*lost, *inner, *res]

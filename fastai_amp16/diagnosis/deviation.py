@@ -125,10 +125,12 @@ def _loss_sums(learn, pred, reference, yb):
     for (y,g),(x,h) in zip(old[1], new[1]):
         both = x.isfinite() & y.isfinite()
         d = torch.where(both, x-y, 0).double()
-        bend = (h.double()-g.double())*d
-        by_chance = _by_sample(g.double()*d).square()
+        g,h = g.double(),h.double()
+        bend = (h-g)*d
+        by_chance = _by_sample(g*d).square()
         size = y.double().square()
-        sums = sums+torch.stack([o.sum().to(loss.device) for o in (bend,by_chance,size)])
+        terms = bend,by_chance,size
+        sums = sums+torch.stack([o.sum().to(loss.device) for o in terms])
     return torch.cat([torch.stack([new[0]-loss, loss]).double(), sums])
 
 def _n_parts(pred, yb):
@@ -164,5 +166,9 @@ def loss_change(
     n = sum(t.numel() for t in tensors(reference))
     # a loss is rounded as the predictions are that it is made of
     least = torch.finfo(torch.float32).eps*math.sqrt(size/n)
-    def relative(o): return o/(abs(loss)+least) if o else 0.
-    return LossChange(relative(change), relative(abs(bend)/2), relative(math.sqrt(by_chance)))
+    scale = abs(loss)+least
+    def relative(o): return o/scale if o else 0.
+    return LossChange(
+        rise=relative(change),
+        bend=relative(abs(bend)/2),
+        chance=relative(math.sqrt(by_chance)))

@@ -250,66 +250,68 @@ def _fault(case, plain, remedy):
 _tiny = 1e-4 # differences between predictions, relative to how far they are from their targets
 _share = 0.3 # of the layers: a fault is in a smaller part
 
-def _is_harmed(case, plain):
-    "Is it wrong whatever it comes from: by what a loss makes of it, or what goes to the next batch?"
-    if case.is_certain(plain): return True
+def _evidence(case, plain):
+    """Why it matters that half precision is off: for what the loss makes of it ('harm'), or for what is learned, since
+    calls lose many bits at once ('bits'), or since gradients are much larger ('gradients'); '' if it does not matter"""
     far = case.far(plain)
-    is_bent = far.off<=nothing.off and far.bend>nothing.bend # farther off, it may be chaos, of which a loss makes much, too
-    return is_bent or far.rise>nothing.rise
+    is_off = far.off>nothing.off
+    if far.rise>nothing.rise: return 'harm'
+    # farther off it may be chaos, of which a loss makes much, too
+    if not is_off and far.bend>nothing.bend: return 'harm'
+    if not is_off: return 'gradients' if _has_huge_gradients(case, plain) else ''
+    if case.others: return 'harm' # calls show nothing that differs from sample to sample
+    if not where_bits_are_lost(case.half): return ''
+    if not far.bend: return 'bits' # the loss is linear, and cannot tell
+    is_alike = far.bend<(_tiny*far.off)**2 # for all samples, as before a training
+    if is_alike: return ''
+    if far.bend>nothing.rise: return 'bits'
+    return 'bits' if is_learned_from(case.half) else ''
 
-def _matters(case, plain):
-    "Does it matter to what is learned that predictions are off?"
-    far = case.far(plain)
-    if far.off<=nothing.off: return False
-    if case.others: return True # calls show nothing that differs from sample to sample
-    calls = where_bits_are_lost(case.half)
-    if not calls: return False
-    if any(s.is_bad() for f in calls for s in f.outs): return True
-    if not far.bend: return True # the loss is linear, and cannot tell
-    if far.bend<_tiny**2*far.off**2: return False # predictions are almost the same for all samples, as before a training
-    return far.bend>nothing.rise or is_learned_from(case.half)
-
-def _are_gradients_wrong(case, plain):
-    "Are gradients so much larger than fp32's that it is not by chance, and predictions not off, as in a chaotic program?"
-    are_large = case.backward and are_too_large(less*_norm(case, plain), case.fp32.norm)
-    return are_large and case.far(plain).off<=nothing.off
+def _has_huge_gradients(case, plain):
+    "Are gradients so much larger than fp32's that it is not by chance?"
+    return case.backward and are_too_large(_norm(case, plain), case.fp32.norm/less)
 
 def _is_silently_wrong(case, plain):
     "May half precision be wrong on any rank though everything is finite?"
     some = case.ranks.any
     if some(case.spoilt(plain)): return True
     if some(case.lost(plain)): case.run_twice()
-    harmed = some(_is_harmed(case, plain))
-    matters = harmed or some(_matters(case, plain))
-    if not matters and not some(_are_gradients_wrong(case, plain)): return False
-    if some(case.is_wrong(case.run_fp32(modules=False))): return False # which proves nothing
-    far = map(_largest_finite, zip(*case.ranks.gather(tuple(case.far(plain)))))
-    case.limits = Far(*far).times(less)
-    case.share = _share if matters else 0. # of one layer
-    case.harmed = harmed
+    ranks = case.ranks.gather((_evidence(case, plain),*case.far(plain)))
+    evidence,*far = zip(*ranks)
+    case.evidence = max(evidence, key=('','gradients','bits','harm').index)
+    if not case.evidence: return False
+    again = case.run_fp32(modules=False)
+    if some(case.is_wrong(again)): return False # which proves nothing
+    far = Far(*map(_largest_finite, far))
+    case.limits = far.times(less)
     return True
 
-def _largest_finite(ns): return max(filter(math.isfinite, ns), default=0.)
+def _largest_finite(ns):
+    return max(filter(math.isfinite, ns), default=0.)
 
 def _is_small(case, remedy):
-    "Does `remedy` leave most layers in half precision? If not, it is the program that makes much of rounding"
-    if remedy is None: return False
-    def layers(plan): return sum(1 for m in plan.in_half if next(m.parameters(recurse=False), None) is not None)
+    "Does `remedy` leave most layers in half precision?"
+    def layers(plan): return sum(next(m.parameters(recurse=False), None) is not None for m in plan.in_half)
     n = layers(case.plan())
     kept = n-layers(case.plan(remedy.promoted))
-    return kept<n and kept<=max(1, case.share*n)
+    share = 0. if case.evidence=='gradients' else _share # chaos makes large ones by itself
+    return kept<n and kept<=max(1, share*n)
 
 def _mends(case, remedy):
-    "Does `remedy` keep a call in fp32 that loses bits?"
-    if case.harmed or not case.share or case.others: return True
-    names = [f.name for f in makers(where_bits_are_lost(case.half))]
-    return case.ranks.any(any(covers([o], n) or o==f'{n}.' for o in remedy.promoted for n in names))
+    "Does `remedy` keep a call in fp32 that loses bits, or one that made what it took in?"
+    calls = makers(where_bits_are_lost(case.half))
+    kept = [o.rstrip('.') for o in remedy.promoted]
+    return case.ranks.any(any(covers(kept, f.name) for f in calls))
 
 def _is_sensitive(case, plain, remedy):
     "Is it the program that is sensitive to rounding? Then all is finite, and only most of it in fp32 helps"
+    if not case.silent: return False
     in_forward = [phase for phase,_ in faults(case.half) if phase!='backward']
-    is_infinite = in_forward or plain.error or case.spoilt(plain) or case.has_become_infinite(plain)
-    return case.silent and not case.ranks.any(is_infinite) and not (_is_small(case, remedy) and _mends(case, remedy))
+    is_finite = plain.error is None and case.is_finite(plain)
+    if case.ranks.any(in_forward or not is_finite): return False
+    if remedy is None: return True
+    if not _is_small(case, remedy): return True
+    return case.evidence=='bits' and not _mends(case, remedy)
 
 def judge(
     case:Case # A batch that is finite in fp32

@@ -186,11 +186,6 @@ def _cause(case, v):
     rest = f"; the batch also needs {in_words(others)} in fp32" if others else ''
     return f"{_of_call(case, v)}{rest}."
 
-def _more(by):
-    "How much larger something is, if `by` is the difference relative to it"
-    if by==math.inf: return "not 0, as it is in"
-    return f"{by:.0%} higher than" if by<1 else f"{1+by:.3g} times"
-
 def _effect(case, v):
     "How a fault shows that leaves the loss finite"
     if v.spoilt: return f"The loss is finite, but not what goes to the next batch: {listed(v.spoilt)}."
@@ -198,7 +193,7 @@ def _effect(case, v):
     what,by = v.off
     if what=='infinities': return "Predictions are infinite or NaN where fp32's are finite."
     if what=='predictions': shows = f"Predictions differ from fp32's by {by:.0%}."
-    elif what=='loss': shows = f"The loss is {_more(by)} fp32's."
+    elif what=='loss': shows = f"The loss is {by:.0%} higher than fp32's."
     elif what=='gradients': shows = f"Gradients are {by:.3g} times as large as fp32's."
     else: shows = f"The change of {in_words(what)}, which goes to the next batch, is {by:.0%} off fp32's."
     if not v.is_infinite: return shows
