@@ -156,8 +156,10 @@ def where_bits_are_lost(
     eps = torch.finfo(run.dtype).eps/2
     around = {f.parent for f in run.frames}
     calls = [f for f in run.frames if not f.in_loss and f not in around]
-    def loses(f): return any(_loses_bits(f, s, eps) for s in f.outs)
-    def is_infinite(f): return any(s.is_bad() for s in f.outs) # which does no harm, mostly
+    def loses(f):
+        return any(_loses_bits(f, s, eps) for s in f.outs)
+    def is_infinite(f): # which does no harm, mostly
+        return any(s.is_bad() for s in f.outs)
     return sorted(filter(loses, calls), key=is_infinite)
 
 def makers(
@@ -279,7 +281,8 @@ class Comparison:
 
     def _note_item(self, pred):
         "Note the prediction for one sample"
-        def shapes(o): return [t.shape for t in tensors(o)]
+        def shapes(o):
+            return [t.shape for t in tensors(o)]
         if shapes(pred)!=shapes(first(self.items)): self.items = []
         if _is_one_sample(pred): self.items.append(pred)
 
