@@ -449,3 +449,19 @@ def test_gradients_that_are_large_in_fp32_as_well(to, dtype):
     assert mp.history.step[mp.history.reruns>1].tolist()==mp.history.step[mp.history.reruns>0].tolist()==[9]
     assert not mp.promoted and not mp.reports
     assert deviation(predictions(learn), predictions(fp32))<0.1
+
+def test_a_batch_that_fp32_cannot_use_costs_two_forward_passes_more():
+    "Of 30 batches, six of which have infinite inputs, besides those that are compared"
+    calls = []
+    class Counts(nn.Module):
+        def forward(self, x): return calls.append(1) or x
+    def broken(n):
+        x = xs(n)
+        x[5:-64:160,0] = float('inf') # every fifth batch
+        return x
+    learn = learner(broken, lambda x: x[:,1:2], lambda: nn.Sequential(Counts(), mlp(8)), n=960).to_fp16_dynamic()
+    learn.dls.train.shuffle = False
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        mp = fit(learn, 1).mixed_precision
+    assert mp.n_skipped==6 and len(calls)<=30+1+2*6+3
