@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Families of small programs with random parameters: some that half precision makes wrong though all numbers are finite, and healthy ones
 
 Each function draws a program. Level, frequency, scale, width, depth, activation, norm, batch size, optimizer, learning rate, loss and

@@ -1,9 +1,10 @@
+# ruff: noqa: E501
 """Is half precision found where it is finite but wrong, and is nothing said of what is healthy? Rates over random programs
 
 A program of [families.py](families.py) is *wrong* if plain half precision ends with more than 1.5 times the loss of fp32, and with the part at
 fault in fp32 within 1.2 times that; it is *healthy* if plain half precision ends within 1.1. Plain half precision is autocast with a loss scale,
 without anything that this package finds."""
-import argparse,functools,json,math,os,subprocess,sys,time,warnings
+import argparse,json,subprocess,sys,time,warnings
 from collections import defaultdict
 from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]/'tests'))

@@ -442,6 +442,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'fastai_amp16/diagnosis/record.py'),
                                                'fastai_amp16.diagnosis.record.Frame.__init__': ( 'diagnosis/record.html#frame.__init__',
                                                                                                  'fastai_amp16/diagnosis/record.py'),
+                                               'fastai_amp16.diagnosis.record.Frame.is_infinite': ( 'diagnosis/record.html#frame.is_infinite',
+                                                                                                    'fastai_amp16/diagnosis/record.py'),
                                                'fastai_amp16.diagnosis.record.Mender': ( 'diagnosis/record.html#mender',
                                                                                          'fastai_amp16/diagnosis/record.py'),
                                                'fastai_amp16.diagnosis.record.Mender.__init__': ( 'diagnosis/record.html#mender.__init__',

@@ -280,7 +280,9 @@ class Case:
         "Are the gradients far larger than those in fp32?"
         return self.backward and are_too_large(run.norm, self.fp32.norm)
 
-    def far(self, run:Recording) -> Far: # A run in any precision
+    def far(self,
+        run:Recording # A run in any precision
+    ) -> Far:
         "How far predictions are from those in fp32"
         return far_from(self.learn, run, self.fp32, self.before, self.others, self.twice)
 

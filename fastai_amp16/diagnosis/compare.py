@@ -151,7 +151,7 @@ def _loses_bits(f, s, eps):
 
 def where_bits_are_lost(
     run:Recording # In half precision, with the one in fp32 as its reference
-) -> list: # Of calls in the forward pass, which make no others; those that give infinities come last
+) -> list: # Of calls in the forward pass, which make no others; those with infinities come last
     "Find the calls that lose many bits of nearly right numbers at once"
     eps = torch.finfo(run.dtype).eps/2
     around = {f.parent for f in run.frames}
@@ -159,7 +159,7 @@ def where_bits_are_lost(
     def loses(f):
         return any(_loses_bits(f, s, eps) for s in f.outs)
     def is_infinite(f): # which does no harm, mostly
-        return any(s.is_bad() for s in f.outs)
+        return f.is_infinite
     return sorted(filter(loses, calls), key=is_infinite)
 
 def makers(

@@ -55,6 +55,11 @@ class Frame:
         self.ins,self.outs,self.params = [],[],[]
         self.depth = parent.depth+1 if parent else 0
 
+    @property
+    def is_infinite(self) -> bool:
+        "Does it take in or give numbers that are not finite, where those of the reference are?"
+        return any(s.is_bad() for s in (*self.ins,*self.outs))
+
 class Seen:
     "A tensor at one point in time, with its measures (`value`), later those of its gradient (`grad`), and a `sample`"
     value = grad = sample = None

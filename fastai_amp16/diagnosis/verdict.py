@@ -12,7 +12,6 @@ from ..util.nested import replace,tensors
 from ..precision.names import covers
 from .record import Frame,Recording
 from .compare import Far,has_become_infinite,is_learned_from,less,makers,nothing,where_bits_are_lost
-from .deviation import deviation
 from .case import Case,faults
 from .remedy import Reason,Remedy,least_in_fp32
 from ..train.decide import are_too_large
@@ -260,7 +259,9 @@ def _evidence(case, plain):
     if not is_off and far.bend>nothing.bend: return 'harm'
     if not is_off: return 'gradients' if _has_huge_gradients(case, plain) else ''
     if case.others: return 'harm' # calls show nothing that differs from sample to sample
-    if not where_bits_are_lost(case.half): return ''
+    calls = where_bits_are_lost(case.half)
+    if not calls: return ''
+    if calls[-1].is_infinite: return 'bits'
     if not far.bend: return 'bits' # the loss is linear, and cannot tell
     is_alike = far.bend<(_tiny*far.off)**2 # for all samples, as before a training
     if is_alike: return ''
