@@ -177,9 +177,10 @@ def _silent():
 {silent.table(rows)}
 
 The programs are small and drawn at random from {len(silent.kinds['wrong'])} families of wrong ones and
-{len(silent.kinds['healthy'])} of healthy ones ([families.py](families.py)): level, frequency, scale, width, depth, activation, norm, batch size, optimizer, learning rate, loss
-and the moment when a fault begins. One counts as wrong if plain half precision ends with more than {silent.is_wrong} times
-the loss of fp32, and within {silent.is_mended} with the part at fault in fp32. It is as it should be if it ends within {silent.is_right}, what is kept is named, and
+{len(silent.kinds['healthy'])} of healthy ones ([families.py](families.py)): level, frequency, scale, width, depth,
+activation, norm, batch size, optimizer, learning rate, loss and the moment when a fault begins. One counts as wrong if plain half precision ends with more than {silent.is_wrong} times
+the loss of fp32, and within {silent.is_mended} with the part at fault in fp32. It is as it should be if
+it ends within {silent.is_right}, what is kept is named, and
 {silent.left_in_half:.0%} of its layers are in half precision (or all but one). One counts as healthy if plain half precision ends within
 {silent.is_healthy}; then nothing should be said or kept. The families that have programs which are not as they should be, in all columns:
 

@@ -122,6 +122,7 @@ def far_from(
     if others: norms = _beside(norms, [*others, reference.pred])
     off = relative(norms)
     change = loss_change(learn, run.pred, reference.pred) if off else None
+    if off==math.inf: off = 0. # the same for all samples: only a loss can tell
     return Far(off, _beyond_chance(change), change.bend) if change else Far(off)
 
 # %% ../../nbs/diagnosis/03_compare.ipynb #8e0c4d51

@@ -165,7 +165,8 @@ def loss_change(
     change,loss,bend,by_chance,size = sum(sums).tolist()
     n = sum(t.numel() for t in tensors(reference))
     # a loss is rounded as the predictions are that it is made of
-    least = torch.finfo(torch.float32).eps*math.sqrt(size/n)
+    size = math.sqrt(size/n)
+    least = torch.finfo(torch.float32).eps*min(size, size**2)
     scale = abs(loss)+least
     def relative(o): return o/scale if o else 0.
     return LossChange(
