@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 "Makes benchmarks/README.md from the JSON files of the benchmarks: every number of a result comes from them"
 import json,re,statistics,textwrap
 from pathlib import Path
