@@ -7,7 +7,7 @@ __all__ = ['nothing', 'less', 'Far', 'has_become_infinite', 'lost', 'far_from', 
            'is_learned_from', 'Comparison']
 
 # %% ../../nbs/diagnosis/03_compare.ipynb #1ea8669a
-import math
+import math,operator
 from typing import NamedTuple
 from fastai.basics import *
 from ..precision.comparable import comparable,eager
@@ -159,9 +159,8 @@ def where_bits_are_lost(
     calls = [f for f in run.frames if not f.in_loss and f not in around]
     def loses(f):
         return any(_loses_bits(f, s, eps) for s in f.outs)
-    def is_infinite(f): # which does no harm, mostly
-        return f.is_infinite
-    return sorted(filter(loses, calls), key=is_infinite)
+    # infinities do no harm, mostly
+    return sorted(filter(loses, calls), key=operator.attrgetter('is_infinite'))
 
 def makers(
     calls:list # As from `where_bits_are_lost`

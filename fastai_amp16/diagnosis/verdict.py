@@ -199,7 +199,7 @@ def _how_far_off(case, plain):
     if has_become_infinite(plain.pred, case.fp32.pred): return 'infinities',math.inf
     far = case.far(plain)
     if far.off<=nothing.off and far.rise>nothing.rise: return 'loss',far.rise
-    if far.exceeds(nothing): return 'predictions',far.off
+    if far.exceeds(case.limits): return 'predictions',far.off
     return 'gradients',_norm(case, plain)/case.fp32.norm
 
 def _computes_in_half(run, frame):
@@ -207,13 +207,17 @@ def _computes_in_half(run, frame):
     calls = [o for o in run.frames if frame in (o,o.parent)]
     return any(s.half for o in calls for s in (*o.ins,*o.outs,*o.params))
 
+def _keeps(name, frame):
+    "Does `name`, as in `keep_fp32`, keep the call in fp32?"
+    if name==f'{frame.name}.': return True # its own code
+    return covers([name], frame.name)
+
 def _is_kept(o):
     "Does the call of a `Reason` belong to what stays in fp32 for it? What the model computes may meet in the loss"
     name,r = o
     if r.frame is None: return False
     if name is None or r.frame.in_loss: return True
-    if name==f'{r.frame.name}.': return True # its own code
-    return covers([name], r.frame.name)
+    return _keeps(name, r.frame)
 
 def _reasons(case, remedy):
     "Pairs of what `remedy` keeps and the `Reason` of this rank; the call of the first one can be named, if that of any"
@@ -257,20 +261,18 @@ def _evidence(case, plain):
     if far.rise>nothing.rise: return 'harm'
     # farther off it may be chaos, of which a loss makes much, too
     if not is_off and far.bend>nothing.bend: return 'harm'
-    if not is_off: return 'gradients' if _has_huge_gradients(case, plain) else ''
+    # so many times as large or as small that it is not by chance; 0 in a validation
+    norm,reference = _norm(case, plain),case.fp32.norm
+    if not is_off: return 'gradients' if are_too_large(less*norm, reference) else ''
     if case.others: return 'harm' # calls show nothing that differs from sample to sample
     calls = where_bits_are_lost(case.half)
     if not calls: return ''
     if calls[-1].is_infinite: return 'bits'
     if not far.bend: return 'bits' # the loss is linear, and cannot tell
-    is_alike = far.bend<(_tiny*far.off)**2 # for all samples, as before a training
-    if is_alike: return ''
+    if are_too_large(less*reference, norm): return 'bits'
+    if far.bend<(_tiny*far.off)**2: return '' # the same for all samples, as before a training
     if far.bend>nothing.rise: return 'bits'
     return 'bits' if is_learned_from(case.half) else ''
-
-def _has_huge_gradients(case, plain):
-    "Are gradients so much larger than fp32's that it is not by chance?"
-    return case.backward and are_too_large(_norm(case, plain), case.fp32.norm/less)
 
 def _is_silently_wrong(case, plain):
     "May half precision be wrong on any rank though everything is finite?"
@@ -283,12 +285,10 @@ def _is_silently_wrong(case, plain):
     if not case.evidence: return False
     again = case.run_fp32(modules=False)
     if some(case.is_wrong(again)): return False # which proves nothing
-    far = Far(*map(_largest_finite, far))
-    case.limits = far.times(less)
+    def largest(ns):
+        return max(filter(math.isfinite, ns), default=0.)
+    case.limits = Far(*map(largest, far)).times(less)
     return True
-
-def _largest_finite(ns):
-    return max(filter(math.isfinite, ns), default=0.)
 
 def _is_small(case, remedy):
     "Does `remedy` leave most layers in half precision?"
@@ -301,8 +301,7 @@ def _is_small(case, remedy):
 def _mends(case, remedy):
     "Does `remedy` keep a call in fp32 that loses bits, or one that made what it took in?"
     calls = makers(where_bits_are_lost(case.half))
-    kept = [o.rstrip('.') for o in remedy.promoted]
-    return case.ranks.any(any(covers(kept, f.name) for f in calls))
+    return case.ranks.any(any(_keeps(o, f) for o in remedy.promoted for f in calls))
 
 def _is_sensitive(case, plain, remedy):
     "Is it the program that is sensitive to rounding? Then all is finite, and only most of it in fp32 helps"
