@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Families of small programs with random parameters: some that half precision makes wrong though all numbers are finite, and healthy ones
 
 Each function draws a program. Level, frequency, scale, width, depth, activation, norm, batch size, optimizer, learning rate, loss and
@@ -76,6 +75,9 @@ def lin(ni, no, weight=None, at=None, trained=True, **kwargs):
     if at is not None: l.bias.data.fill_(at)
     return l.requires_grad_(trained)
 def same(n, by=.3): return torch.eye(n)+by*torch.eye(n).roll(1, 0)
+def passes(n, by=0.):
+    "A layer that is not trained: it gives what it takes in, and `by` times its neighbor"
+    return lin(n, n, same(n, by), trained=False, bias=False)
 
 def scaled(y): return (y-y.mean(0))/y.std(0)
 def target(d, x, no=1, bent=.5):
@@ -84,7 +86,7 @@ def target(d, x, no=1, bent=.5):
     a,b = torch.randn(2, x.shape[1], no)/x.shape[1]**.5
     return scaled(x@a+bent*(x@b).abs())+d.choice([0.,0.,.03,.1])*torch.randn(len(x), no)
 def labels(y, c): return torch.bucketize(y[:,0].contiguous(), y[:,0].quantile(torch.linspace(0, 1, c+1)[1:-1]))
-def learned(d, c, data, weight=1.):
+def learned(d, c, data):
     "`data` with targets, or with `c` classes of them"
     def f():
         *xs,y = data()
@@ -193,7 +195,8 @@ def centering(d):
     ni,c,by = d.randint(4, 16),d.choice([0,0,3]),d.choice(centered)
     net,(level,std),trained = body(d, ni, c or 1),level_and_std(d),d.chance(.3)
     def forward(m, x): return m.body(by(m.inp(x))/std)
-    return Program(d, lambda: Own(forward, inp=lin(ni, ni, same(ni), trained=trained, bias=False), body=net()), around(d, ni, level, std, c), 'inp', ce(c))
+    def model(): return Own(forward, inp=lin(ni, ni, same(ni), trained=trained, bias=False), body=net())
+    return Program(d, model, around(d, ni, level, std, c), 'inp', ce(c))
 
 def returns(d):
     "Differences of neighbors in time, by a product"
@@ -212,7 +215,7 @@ def variance(d):
     def spread(m, x):
         h = m.inp(x)
         return m.body((h*h).mean(1)-h.mean(1)**2)
-    return Program(d, lambda: Own(spread, inp=lin(ni, ni, torch.eye(ni), trained=False, bias=False), body=net()), data, ['inp','.',['inp','.']])
+    return Program(d, lambda: Own(spread, inp=passes(ni), body=net()), data, ['inp','.',['inp','.']])
 
 def clusters(at, ni, c, std=.6):
     "Centers, and samples around them"
@@ -241,8 +244,8 @@ def temperature(d):
     protos,data = clusters(level, ni, c)
     t = 1/level**2*d.log(.5, 3)
     def forward(m, x): return F.normalize(m.inp(x), dim=1)@F.normalize(m.proto, dim=1).T/t
-    return Program(d, lambda: Own(forward, inp=lin(ni, ni, torch.eye(ni), trained=False, bias=False), proto=nn.Parameter(protos+.5*torch.randn(c, ni))), data,
-                   ['.','inp',['inp','.']], F.cross_entropy)
+    def model(): return Own(forward, inp=passes(ni), proto=nn.Parameter(protos+.5*torch.randn(c, ni)))
+    return Program(d, model, data, ['.','inp',['inp','.']], F.cross_entropy)
 
 # %% wrong: levels of inputs, biases, targets, forecasts
 def raw_inputs(d):
@@ -260,7 +263,8 @@ def raw_inputs(d):
 def images(d):
     "Raw images in front of a convolution"
     c,w,(level,std) = d.choice([3,4]),d.choice([8,16]),level_and_std(d)
-    norm,act = d.choice([lambda: nn.GroupNorm(w, w),lambda: nn.InstanceNorm2d(w),lambda: nn.BatchNorm2d(w, track_running_stats=False)]),d.choice(acts)
+    norms = partial(nn.GroupNorm, w, w),partial(nn.InstanceNorm2d, w),partial(nn.BatchNorm2d, w, track_running_stats=False)
+    norm,act = d.choice(norms),d.choice(acts)
     differs = d.choice([0.,.02])*level
     protos = torch.randn(c, 1, 6, 6)
     def data():
@@ -286,8 +290,8 @@ def forecast(d):
     def forward(m, x):
         at = m.level(x[:,-1:] if kind=='last' else x.mean(1, keepdim=True))
         return at+m.f(x-x[:,-1:]).to(at.dtype)
-    return Program(d, lambda: Own(forward, level=lin(1, 1, [[1.]], 0., trained), f=net()), series(d, ni, no, level, std, d.uniform(.3, 1.)), 'level',
-                   lr=.3 if trained else 1.)
+    def model(): return Own(forward, level=lin(1, 1, [[1.]], 0., trained), f=net())
+    return Program(d, model, series(d, ni, no, level, std, d.uniform(.3, 1.)), 'level', lr=.3 if trained else 1.)
 
 class LevelNorm(nn.Module):
     "Takes a level away, and puts it back in the precision of what it gets"
@@ -333,7 +337,9 @@ def outlier(d):
     def data():
         x = torch.randn(n_samples, ni)
         return torch.cat([small*x, torch.full_like(x[:,:1], big)], 1),target(d, x)
-    def model(): return nn.Sequential(nn.Linear(ni+1, w, bias=False), nn.BatchNorm1d(w, track_running_stats=False), nn.ReLU(), nn.Linear(w, 1))
+    def model():
+        norm = nn.BatchNorm1d(w, track_running_stats=False)
+        return nn.Sequential(nn.Linear(ni+1, w, bias=False), norm, nn.ReLU(), nn.Linear(w, 1))
     return Program(d, model, data, '0')
 
 def root_mean_square(d, growth):
@@ -385,7 +391,8 @@ def counts(d):
         h = m.skip(x)
         if m.training: m.count = (m.count+1).to(h.dtype)
         return h+m.body(x)*(m.count>at+after)
-    return Program(d, lambda: Own(forward, skip=nn.Linear(ni, 1), body=net(), count=torch.tensor(float(at))), plain(d, ni), ['.',['.','skip']], ends=False)
+    def model(): return Own(forward, skip=nn.Linear(ni, 1), body=net(), count=torch.tensor(float(at)))
+    return Program(d, model, plain(d, ni), ['.',['.','skip']], ends=False)
 
 def moving_average(d):
     "A batch norm of one's own, with a moving average of squares"
@@ -399,7 +406,7 @@ def moving_average(d):
     def data():
         x,y = plain(d, ni)()
         return level+std*x,y
-    def model(): return Own(forward, inp=lin(ni, ni, same(ni), trained=False, bias=False), body=net(), mean=torch.zeros(ni), square=torch.ones(ni))
+    def model(): return Own(forward, inp=passes(ni, .3), body=net(), mean=torch.zeros(ni), square=torch.ones(ni))
     return Program(d, model, data, ['inp','.',['inp','.']], ends=False)
 
 # %% wrong: boxes, tables
@@ -447,7 +454,7 @@ def later(d):
         if kind=='curriculum': level = top*torch.linspace(.01, 1.5, n_samples).clamp(max=1.)
         else: level = torch.where(torch.arange(n_samples)<n_samples*2//3, 0., top)
         return level[:,None]+std*z,target(d, differences(z))
-    def model(): return Own(lambda m,x: m.body(differences(m.inp(x))/std), inp=lin(ni, ni, torch.eye(ni), trained=False, bias=False), body=net())
+    def model(): return Own(lambda m,x: m.body(differences(m.inp(x))/std), inp=passes(ni), body=net())
     return Program(d, model, data, 'inp', in_order=kind=='curriculum', ends=False)
 
 def steep(d):
@@ -457,9 +464,9 @@ def steep(d):
     def forward(m, x): return m.head(torch.cat([m.a(x), .1*(m.b(x)*by).tanh()], 1))
     return Program(d, lambda: Own(forward, a=net(), b=nn.Linear(ni, 8), head=nn.Linear(16, 1)), plain(d, ni), 'b', ends=False)
 
-wrong = [given_angles, learned_angles, random_fourier, time_stamps, rotary, ids, centering, returns, variance, distances, temperature, raw_inputs, images,
-         forecast, denormalized, bias_at_level, logits_at_level, outlier, own_rms, growing_gain, small_head, running_sum, counts, moving_average, boxes,
-         interpolation, later, steep]
+wrong = [given_angles, learned_angles, random_fourier, time_stamps, rotary, ids, centering, returns, variance, distances, temperature,
+         raw_inputs, images, forecast, denormalized, bias_at_level, logits_at_level, outlier, own_rms, growing_gain, small_head,
+         running_sum, counts, moving_average, boxes, interpolation, later, steep]
 
 # %% healthy
 def healthily(d, ni, model, no=1, c=0, data=None, loss=None, **kwargs):
@@ -524,7 +531,8 @@ def small_targets(d):
     def data():
         x,y = usual()
         return x,by*y
-    return healthily(d, ni, lambda: Own(lambda m,x: m.body(x)*m.by, body=net(), by=by), data=data, loss=lambda p,t: F.mse_loss(p/by.to(p), t/by.to(p)))
+    def loss(p, t): return F.mse_loss(p/by.to(p), t/by.to(p))
+    return healthily(d, ni, lambda: Own(lambda m,x: m.body(x)*m.by, body=net(), by=by), data=data, loss=loss)
 
 def alike(d):
     "All targets alike, or nothing but noise around a number"
@@ -542,7 +550,9 @@ def quantized(d):
         if kind in ('round','twice'): h = rounded(h.relu())
         if kind=='twice': h = rounded(m.mid(h))
         if kind=='sign': h = straight_through(h.sign(), h.tanh())
-        if kind=='weights': return F.linear(h.relu(), straight_through(m.head.weight.sign()*m.head.weight.abs().mean(), m.head.weight), m.head.bias)
+        if kind=='weights':
+            w = m.head.weight
+            return F.linear(h.relu(), straight_through(w.sign()*w.abs().mean(), w), m.head.bias)
         p = m.head(h)
         return rounded(p) if kind=='output' else p
     return healthily(d, ni, lambda: Own(forward, inp=nn.Linear(ni, w), mid=nn.Linear(w, w), head=nn.Linear(w, 1)))
@@ -574,7 +584,8 @@ def argmax(d):
     def data():
         x = torch.randn(n_samples, ni)
         return x,x[:,:k].argmax(1, keepdim=True).float()
-    return healthily(d, ni, lambda: Own(forward, body=body(d, ni, k if kind=='argmax' else 1)(), numbers=torch.arange(float(k))[:,None]), data=data)
+    net = body(d, ni, k if kind=='argmax' else 1)
+    return healthily(d, ni, lambda: Own(forward, body=net(), numbers=torch.arange(float(k))[:,None]), data=data)
 
 def stochastic(d):
     "Dropout, noise, samples of a distribution, augmentation, stochastic depth, Gumbel noise"
@@ -637,7 +648,8 @@ def hinge(d):
     def data():
         x = torch.randn(n_samples, ni)
         return x,x[:,:1].sign()
-    return healthily(d, ni, lambda: Own(lambda m,x: m.body(x)+by*x[:,:1].sign(), body=net()), data=data, loss=lambda p,t: (1-p*t).relu().mean())
+    def model(): return Own(lambda m,x: m.body(x)+by*x[:,:1].sign(), body=net())
+    return healthily(d, ni, model, data=data, loss=lambda p,t: (1-p*t).relu().mean())
 
 def likelihood(d):
     "A mean and a deviation, by a likelihood that may have any sign"
@@ -662,7 +674,8 @@ def recurrent(d):
     def data():
         x = torch.randn(n_samples, n, ni)
         return x,x[:,:,0].mean(1, keepdim=True)*n**.5
-    return healthily(d, ni, lambda: Own(lambda m,x: m.head(m.rnn(x)[0][:,-1]), rnn=rnn(ni, w, batch_first=True), head=nn.Linear(w, 1)), data=data)
+    def model(): return Own(lambda m,x: m.head(m.rnn(x)[0][:,-1]), rnn=rnn(ni, w, batch_first=True), head=nn.Linear(w, 1))
+    return healthily(d, ni, model, data=data)
 
 def embeddings(d):
     "The dot product of embeddings, as in collaborative filtering"
@@ -671,8 +684,8 @@ def embeddings(d):
     def data():
         x = torch.randint(n, (n_samples, 2))
         return x,(u[x[:,0]]*v[x[:,1]]).sum(1, keepdim=True)/k**.5
-    return healthily(d, 2, lambda: Own(lambda m,x: (m.user(x[:,0])*m.item(x[:,1])).sum(1, keepdim=True), user=nn.Embedding(n, k), item=nn.Embedding(n, k)),
-                     data=data)
+    def forward(m, x): return (m.user(x[:,0])*m.item(x[:,1])).sum(1, keepdim=True)
+    return healthily(d, 2, lambda: Own(forward, user=nn.Embedding(n, k), item=nn.Embedding(n, k)), data=data)
 
 def transformer(d):
     w,h,n,c,p = d.choice([16,32]),d.choice([2,4]),d.randint(4, 12),d.choice([3,8]),d.choice([0.,.1])
@@ -691,14 +704,17 @@ def convs(d):
     def data():
         y = torch.randint(c, (n_samples,))
         return protos[y]+std*torch.randn(n_samples, 1, 6, 6),y
-    def model(): return nn.Sequential(nn.Conv2d(1, w, 3), *[nn.BatchNorm2d(w)]*norm, nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4*w, c))
+    def model():
+        conv = nn.Conv2d(1, w, 3),*[nn.BatchNorm2d(w)]*norm,nn.ReLU()
+        return nn.Sequential(*conv, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4*w, c))
     return healthily(d, 1, model, data=data, loss=F.cross_entropy)
 
 def ensemble(d):
     "The mean of several networks"
     ni,n = d.randint(4, 12),d.randint(2, 6)
     net = body(d, ni, 1)
-    return healthily(d, ni, lambda: Own(lambda m,x: torch.stack([o(x) for o in m.members]).mean(0), members=nn.ModuleList([net() for _ in range(n)])))
+    def forward(m, x): return torch.stack([o(x) for o in m.members]).mean(0)
+    return healthily(d, ni, lambda: Own(forward, members=nn.ModuleList([net() for _ in range(n)])))
 
 def constant(d):
     "Outputs that do not depend on inputs, or a learning rate of 0"
@@ -721,5 +737,6 @@ def unused_level(d):
     def loss(p, t): return F.mse_loss(p, t) if kind=='feature' else F.mse_loss(p/(times*level), t/(times*level))
     return healthily(d, ni, lambda: Own(forward, body=net(), spare=nn.Linear(1, 1)), data=data, loss=loss)
 
-healthy = [ordinary, recurrence, deep, near_perfect, near_zero, small_targets, alike, quantized, hard_choice, argmax, stochastic, tied, few_per_statistic,
-           sparse, saturated, quantiles, hinge, likelihood, moments, recurrent, embeddings, transformer, convs, ensemble, constant, unused_level]
+healthy = [ordinary, recurrence, deep, near_perfect, near_zero, small_targets, alike, quantized, hard_choice, argmax, stochastic, tied,
+           few_per_statistic, sparse, saturated, quantiles, hinge, likelihood, moments, recurrent, embeddings, transformer, convs,
+           ensemble, constant, unused_level]

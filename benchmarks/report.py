@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 "Makes benchmarks/README.md from the JSON files of the benchmarks: every number of a result comes from them"
 import json,re,statistics,textwrap
 from pathlib import Path
@@ -179,7 +178,8 @@ def _silent():
 
 The programs are small and drawn at random from {len(silent.kinds['wrong'])} families of wrong ones and
 {len(silent.kinds['healthy'])} of healthy ones ([families.py](families.py)): level, frequency, scale, width, depth,
-activation, norm, batch size, optimizer, learning rate, loss and the moment when a fault begins. One counts as wrong if plain half precision ends with more than {silent.is_wrong} times
+activation, norm, batch size, optimizer, learning rate, loss and the moment when a fault begins. One counts as wrong if plain half
+precision ends with more than {silent.is_wrong} times
 the loss of fp32, and within {silent.is_mended} with the part at fault in fp32. It is as it should be if
 it ends within {silent.is_right}, what is kept is named, and
 {silent.left_in_half:.0%} of its layers are in half precision (or all but one). One counts as healthy if plain half precision ends within

@@ -1,9 +1,8 @@
-# ruff: noqa: E501
 """Is half precision found where it is finite but wrong, and is nothing said of what is healthy? Rates over random programs
 
-A program of [families.py](families.py) is *wrong* if plain half precision ends with more than 1.5 times the loss of fp32, and with the part at
-fault in fp32 within 1.2 times that; it is *healthy* if plain half precision ends within 1.1. Plain half precision is autocast with a loss scale,
-without anything that this package finds."""
+A program of [families.py](families.py) is *wrong* if plain half precision ends with more than 1.5 times the loss of fp32, and with the part
+at fault in fp32 within 1.2 times that; it is *healthy* if plain half precision ends within 1.1. Plain half precision is autocast with a
+loss scale, without anything that this package finds."""
 import argparse,json,subprocess,sys,time,warnings
 from collections import defaultdict
 from pathlib import Path
@@ -93,7 +92,9 @@ def rows_until(n, seed, budget, kind):
 
 def show(r):
     if 'error' in r: return print(r['kind'], r['seed'], r['error'], flush=True)
-    def one(o): return ' '.join([f"{o['plain']:.3g}", *([f"{o['ours']:.3g} {o['promoted']} {'ok' if o['ok'] else 'NOT OK'}"] if o['counts'] else [])])
+    def one(o):
+        if not o['counts']: return f"{o['plain']:.3g}"
+        return f"{o['plain']:.3g} {o['ours']:.3g} {o['promoted']} {'ok' if o['ok'] else 'NOT OK'}"
     print(f"{r['kind']:8}{r['seed']:6} {r['family']:18} fp32 {r['fp32']:.3g}", *(f'| {k} {one(r[k])}' for k in ways), flush=True)
 
 def in_processes(a):
@@ -143,8 +144,9 @@ def claim(rows):
     "The rates in a sentence"
     def least(kind): return min(ok/n for ok,n in rates(rows)[kind].values() if n)
     n = {kind: min(o[1] for o in rates(rows)[kind].values() if o[1]) for kind in kinds}
-    return (f"Of at least {n['wrong']} random programs that half precision makes wrong without an infinity, {least('wrong'):.1%} or more end as in fp32, with "
-            f"most layers in half precision; of at least {n['healthy']} healthy ones, nothing is said of {least('healthy'):.1%} or more")
+    return (f"Of at least {n['wrong']} random programs that half precision makes wrong without an infinity, at least {least('wrong'):.1%} "
+            f"end as in fp32, with most layers in half precision; of at least {n['healthy']} healthy ones, nothing is said of at least "
+            f"{least('healthy'):.1%}")
 
 def table(rows):
     "A Markdown table of the rates"
