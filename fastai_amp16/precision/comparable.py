@@ -18,26 +18,25 @@ from ..util.torch_private import TorchDispatchMode,backward_with_modes
 from .recurrent import is_recurrent_with_dropout,layer_by_layer
 
 # %% ../../nbs/precision/01_comparable.ipynb #a647d542
-class _Shared:
-    "A context that the first of several threads enters, and the last one leaves"
-    def __init__(self, make): self.make,self.lock,self.n = make,threading.Lock(),0
-
-    def __enter__(self):
-        with self.lock:
-            if not self.n:
-                self.context = self.make()
-                self.context.__enter__()
-            self.n += 1
-
-    def __exit__(self, *args):
-        with self.lock:
-            self.n -= 1
-            if not self.n: self.context.__exit__(None, None, None)
-
 def _shared(make):
-    "Let all contexts that `make` returns be one"
-    context = _Shared(make)
-    return wraps(make)(lambda: context)
+    "Let all contexts that `make` returns be one, which the first of several threads enters and the last one leaves"
+    inside,stack = set(),ExitStack()
+    lock = threading.RLock() # a Ctrl-C may leave it locked, which another context of this thread must survive
+
+    @wraps(make)
+    @contextmanager
+    def context():
+        me = object()
+        try:
+            with lock:
+                inside.add(me)
+                if len(inside)==1: stack.enter_context(make())
+            yield
+        finally:
+            with lock:
+                inside.discard(me)
+                if not inside: stack.close()
+    return context
 
 # %% ../../nbs/precision/01_comparable.ipynb #0f067267
 _aten = torch.ops.aten
