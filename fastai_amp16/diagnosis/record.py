@@ -67,12 +67,11 @@ class Seen:
     has_hook = False
     def __init__(self,
         place:Place, # Where it was seen first
-        t:Tensor, # The tensor
-        ref:'Seen'=None # What was seen at this place in the reference
+        t:Tensor # The tensor
     ):
         self.place = place
         self.half = t.dtype in half_types
-        self.ref = ref
+        self.ref = None # what was seen in the same place in the reference
         self.calls = [] # the frames that it was seen in, each with 'in', 'out' or 'param'
 
     def is_bad(self,
@@ -361,13 +360,15 @@ class Recording(TorchFunctionMode):
         "What is seen of `t` at this place; the same as before if nobody has written to `t` since"
         old,seen = self.known.get(_key(t), (noop,None))
         if old() is not t:
-            seen = Seen(place, t, self.reference.seen.get(place) if self.reference else None)
+            seen = Seen(place, t)
             if place.where!='param': seen.value,seen.sample = measure(t),sample(t)
             self.known[_key(t)] = ref(t),seen
         # the output of a reentrant checkpoint was seen inside the checkpoint, where it had no graph
         if not seen.has_hook and t.requires_grad and torch.is_grad_enabled():
             seen.has_hook = True
             self.handles.append(t.register_hook(partial(self._came_by, seen)))
+        # which half precision may have made in another call
+        if self.reference: seen.ref = seen.ref or self.reference.seen.get(place)
         self.seen[place] = seen
         seen.calls.append((frame,place.where))
         self.events.append((frame,place.where,seen))

@@ -189,8 +189,8 @@ def _same_call(run, frame):
     return first(o for o in run.frames if o.call==frame.call) or Frame(frame.call)
 
 def _norm(case, plain):
-    "The norm of the gradients, at a loss scale that fits; 0 if there are none"
-    return plain.norm if plain.finite else case.step.suspect_norm or 0.
+    "The norm of the gradients, at a loss scale that fits; NaN if that is not known"
+    return plain.norm if plain.finite else case.step.suspect_norm or math.nan
 
 def _how_far_off(case, plain):
     "What is wrong, and by how much: what goes to the next batch (its names), predictions or gradients"
