@@ -253,6 +253,15 @@ def _fault(case, plain, remedy):
 _tiny = 1e-4 # differences between predictions, relative to how far they are from their targets
 _share = 0.3 # of the layers: a fault is in a smaller part
 
+def _misses_bits(half, far, vanish):
+    "Do calls lose many bits at once that are learned from, or would be if gradients did not `vanish`?"
+    calls = where_bits_are_lost(half)
+    if not calls: return False
+    if calls[-1].is_infinite or vanish: return True
+    if not far.bend: return True # the loss is linear, and cannot tell
+    if far.bend<(_tiny*far.off)**2: return False # the same for all samples, as before a training
+    return far.bend>nothing.rise or is_learned_from(half)
+
 def _evidence(case, plain):
     """Why it matters that half precision is off: for what the loss makes of it ('harm'), or for what is learned, since
     calls lose many bits at once ('bits'), or since gradients are much larger ('gradients'); '' if it does not matter"""
@@ -265,14 +274,8 @@ def _evidence(case, plain):
     norm,reference = _norm(case, plain),case.fp32.norm
     if not is_off: return 'gradients' if are_too_large(less*norm, reference) else ''
     if case.others: return 'harm' # calls show nothing that differs from sample to sample
-    calls = where_bits_are_lost(case.half)
-    if not calls: return ''
-    if calls[-1].is_infinite: return 'bits'
-    if not far.bend: return 'bits' # the loss is linear, and cannot tell
-    if are_too_large(less*reference, norm): return 'bits'
-    if far.bend<(_tiny*far.off)**2: return '' # the same for all samples, as before a training
-    if far.bend>nothing.rise: return 'bits'
-    return 'bits' if is_learned_from(case.half) else ''
+    vanish = are_too_large(less*reference, norm)
+    return 'bits' if _misses_bits(case.half, far, vanish) else ''
 
 def _is_silently_wrong(case, plain):
     "May half precision be wrong on any rank though everything is finite?"
