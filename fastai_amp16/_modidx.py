@@ -881,6 +881,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'fastai_amp16/precision/comparable.py'),
                                                    'fastai_amp16.precision.comparable._attention_dropout': ( 'precision/comparable.html#_attention_dropout',
                                                                                                              'fastai_amp16/precision/comparable.py'),
+                                                   'fastai_amp16.precision.comparable._force_eager': ( 'precision/comparable.html#_force_eager',
+                                                                                                       'fastai_amp16/precision/comparable.py'),
                                                    'fastai_amp16.precision.comparable._shared': ( 'precision/comparable.html#_shared',
                                                                                                   'fastai_amp16/precision/comparable.py'),
                                                    'fastai_amp16.precision.comparable._switch_off_tf32': ( 'precision/comparable.html#_switch_off_tf32',

@@ -8,7 +8,6 @@ __all__ = ['true_fp32', 'eager', 'comparable']
 # %% ../../nbs/precision/01_comparable.ipynb #bc0553e3
 import sys,threading
 from contextlib import ExitStack,contextmanager,nullcontext,suppress
-from functools import wraps
 import torch,torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend,sdpa_kernel
@@ -18,24 +17,31 @@ from ..util.torch_private import TorchDispatchMode,backward_with_modes
 from .recurrent import is_recurrent_with_dropout,layer_by_layer
 
 # %% ../../nbs/precision/01_comparable.ipynb #a647d542
-def _shared(make):
-    "Let all contexts that `make` returns be one, which the first of several threads enters and the last one leaves"
-    inside,stack = set(),ExitStack()
-    lock = threading.RLock() # a Ctrl-C may leave it locked, which another context of this thread must survive
+def _shared(begin):
+    "A context that the first of several threads begins, with `begin(stack)`, and the last one ends"
+    inside,stack,lock = set(),ExitStack(),threading.Lock()
 
-    @wraps(make)
+    def join(me):
+        inside.add(me)
+        if len(inside)==1: begin(stack)
+
+    def leave(me):
+        inside.discard(me)
+        if not inside: stack.close()
+
+    # on one line, so that a Ctrl-C cannot come before the lock is free
+    def locked(f, me):
+        with lock: f(me)
+
+    def enter(mine):
+        me = object()
+        # once more, in case a Ctrl-C stops the first
+        for _ in range(2): mine.callback(locked, leave, me)
+        locked(join, me)
+
     @contextmanager
     def context():
-        me = object()
-        try:
-            with lock:
-                inside.add(me)
-                if len(inside)==1: stack.enter_context(make())
-            yield
-        finally:
-            with lock:
-                inside.discard(me)
-                if not inside: stack.close()
+        with ExitStack() as mine: yield enter(mine)
     return context
 
 # %% ../../nbs/precision/01_comparable.ipynb #0f067267
@@ -100,19 +106,21 @@ def _switch_off_tf32(stack):
             stack.callback(setattr, o, 'fp32_precision', 'tf32')
             o.fp32_precision = 'ieee'
 
-@_shared
-@contextmanager
+_without_tf32 = _shared(_switch_off_tf32)
+
 def true_fp32():
     "A context in which convolutions, recurrent layers and matrix products of fp32 tensors do not compute in TF32"
-    with ExitStack() as stack:
-        _switch_off_tf32(stack)
-        yield
+    return _without_tf32()
 
 # %% ../../nbs/precision/01_comparable.ipynb #5f6cab47
-@_shared
+def _force_eager(stack):
+    if 'torch._dynamo' in sys.modules: stack.enter_context(torch.compiler.set_stance('force_eager'))
+
+_all_eager = _shared(_force_eager)
+
 def eager():
     "A context in which no code is compiled, and compiled code runs eagerly"
-    return torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
+    return _all_eager()
 
 @contextmanager
 def comparable(): # Gives an object whose `drew` tells whether there were any
