@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     import fastai
     from fastai.basics import default_device,noop
-    from fastai_amp16.precision.plan import PrecisionPlan,is_norm
+    from fastai_amp16.precision.plan import PrecisionPlan
 import as_cuda,families
 from machine import machine
 
@@ -44,11 +44,10 @@ def train(p, to, **kwargs):
     return float(loss),learn,[str(o.message) for o in told if 'On a CPU, convolutions' not in str(o.message)]
 
 def in_half(learn):
-    "The number of modules with weights that compute in half precision, and of all of them besides norms"
+    "The number of modules with weights that compute in half precision, and of those that do so in the beginning"
     mp = learn.mixed_precision
-    plan = PrecisionPlan(learn.model, mp.dtype, mp.keeps(learn.model))
-    those = [m for m in learn.model.modules() if next(m.parameters(recurse=False), None) is not None and not is_norm(m)]
-    return sum(m not in plan.in_fp32 for m in those),len(those)
+    def layers(keep): return sum(next(m.parameters(recurse=False), None) is not None for m in PrecisionPlan(learn.model, mp.dtype, keep).in_half)
+    return layers(mp.keeps(learn.model)),layers([])
 
 def kind_of(kind, seed, to, fp32):
     "How plain half precision ends, and with what in fp32 it ends as fp32 does; is the program of this kind then?"

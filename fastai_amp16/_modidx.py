@@ -678,6 +678,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'fastai_amp16/diagnosis/verdict.py'),
                                                 'fastai_amp16.diagnosis.verdict._misses_bits': ( 'diagnosis/verdict.html#_misses_bits',
                                                                                                  'fastai_amp16/diagnosis/verdict.py'),
+                                                'fastai_amp16.diagnosis.verdict._n_layers': ( 'diagnosis/verdict.html#_n_layers',
+                                                                                              'fastai_amp16/diagnosis/verdict.py'),
                                                 'fastai_amp16.diagnosis.verdict._n_samples': ( 'diagnosis/verdict.html#_n_samples',
                                                                                                'fastai_amp16/diagnosis/verdict.py'),
                                                 'fastai_amp16.diagnosis.verdict._name_call': ( 'diagnosis/verdict.html#_name_call',

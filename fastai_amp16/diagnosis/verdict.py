@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fastai.basics import *
 from ..util.nested import replace,tensors
 from ..precision.names import covers
+from ..precision.plan import is_norm
 from .record import Frame,Recording
 from .compare import Far,has_become_infinite,is_learned_from,less,makers,nothing,where_bits_are_lost
 from .case import Case,faults
@@ -293,11 +294,12 @@ def _is_silently_wrong(case, plain):
     case.limits = Far(*map(largest, far)).times(less)
     return True
 
+def _n_layers(modules): return sum(next(m.parameters(recurse=False), None) is not None for m in modules)
+
 def _is_small(case, remedy):
-    "Does `remedy` leave most layers in half precision?"
-    def layers(plan): return sum(next(m.parameters(recurse=False), None) is not None for m in plan.in_half)
-    n = layers(case.plan())
-    kept = n-layers(case.plan(remedy.promoted))
+    "Does `remedy` leave most layers as they are?"
+    n = _n_layers(m for m in case.model.modules() if not is_norm(m))
+    kept = _n_layers(case.plan().in_half)-_n_layers(case.plan(remedy.promoted).in_half)
     share = 0. if case.evidence=='gradients' else _share # chaos makes large ones by itself
     return kept<n and kept<=max(1, share*n)
 
