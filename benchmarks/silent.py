@@ -46,7 +46,9 @@ def train(p, to, **kwargs):
 def in_half(learn):
     "The number of modules with weights that compute in half precision, and of those that do so in the beginning"
     mp = learn.mixed_precision
-    def layers(keep): return sum(next(m.parameters(recurse=False), None) is not None for m in PrecisionPlan(learn.model, mp.dtype, keep).in_half)
+    def layers(keep):
+        plan = PrecisionPlan(learn.model, mp.dtype, keep)
+        return sum(next(m.parameters(recurse=False), None) is not None for m in plan.in_half)
     return layers(mp.keeps(learn.model)),layers([])
 
 def kind_of(kind, seed, to, fp32):

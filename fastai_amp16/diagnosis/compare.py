@@ -254,10 +254,14 @@ class Comparison:
         After the loss scale fell below 1, gradients may be finite only because wrong numbers were scaled to 0."""
         self.n += 1
         fell_below_1 = step.reruns>0 and step.scale<1
-        self.is_due = self.n==self.at or fell_below_1
+        self.is_due |= self.n==self.at or fell_below_1
         if self.n<self.at: return
         self.at += self.gap
         self.gap = min(2*self.gap, _most)
+
+    def look_again(self):
+        "Compare the next batch as well, after a part of the model was kept in fp32: it may not be the only one at fault"
+        self.is_due,self.weights = True,None
 
     def found_nothing(self):
         "Note that no small part of the model is at fault for what was seen"

@@ -219,6 +219,7 @@ def _promote(mp, d):
     mp.log.kept_since = {**dict.fromkeys(d.kept, len(mp.log.steps)), **mp.log.kept_since}
     mp.plan = None
     mp.ready(mp.step.batches.entry)
+    if d.silent: mp.comparison.look_again()
     mp.step.reset_search()
     names = names_of(mp.plan.model, mp.keeps(mp.plan.model))
     code = keep_code(names, mp.dtype, bool(mp.plan.in_half))

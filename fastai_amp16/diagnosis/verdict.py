@@ -12,7 +12,7 @@ from ..util.nested import replace,tensors
 from ..precision.names import covers
 from ..precision.plan import is_norm
 from .record import Frame,Recording
-from .compare import Far,has_become_infinite,is_learned_from,less,makers,nothing,where_bits_are_lost
+from .compare import Far,has_become_infinite,is_learned_from,less,nothing,where_bits_are_lost
 from .case import Case,faults
 from .remedy import Reason,Remedy,least_in_fp32
 from ..train.decide import are_too_large
@@ -251,7 +251,6 @@ def _fault(case, plain, remedy):
     elif res.spoilt or res.off: res.phase = 'forward'
     return res
 
-_tiny = 1e-4 # differences between predictions, relative to how far they are from their targets
 _share = 0.3 # of the layers: a fault is in a smaller part
 
 def _misses_bits(half, far, vanish):
@@ -259,8 +258,6 @@ def _misses_bits(half, far, vanish):
     calls = where_bits_are_lost(half)
     if not calls: return False
     if calls[-1].is_infinite or vanish: return True
-    if not far.bend: return True # the loss is linear, and cannot tell
-    if far.bend<(_tiny*far.off)**2: return False # the same for all samples, as before a training
     return far.bend>nothing.rise or is_learned_from(half)
 
 def _evidence(case, plain):
@@ -303,20 +300,13 @@ def _is_small(case, remedy):
     share = 0. if case.evidence=='gradients' else _share # chaos makes large ones by itself
     return kept<n and kept<=max(1, share*n)
 
-def _mends(case, remedy):
-    "Does `remedy` keep a call in fp32 that loses bits, or one that made what it took in?"
-    calls = makers(where_bits_are_lost(case.half))
-    return case.ranks.any(any(_keeps(o, f) for o in remedy.promoted for f in calls))
-
 def _is_sensitive(case, plain, remedy):
     "Is it the program that is sensitive to rounding? Then all is finite, and only most of it in fp32 helps"
     if not case.silent: return False
     in_forward = [phase for phase,_ in faults(case.half) if phase!='backward']
     is_finite = plain.error is None and case.is_finite(plain)
     if case.ranks.any(in_forward or not is_finite): return False
-    if remedy is None: return True
-    if not _is_small(case, remedy): return True
-    return case.evidence=='bits' and not _mends(case, remedy)
+    return remedy is None or not _is_small(case, remedy)
 
 def judge(
     case:Case # A batch that is finite in fp32
