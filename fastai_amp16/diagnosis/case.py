@@ -274,11 +274,8 @@ class Case:
 
     def is_wrong(self, run:Recording): # A run in any precision
         "Are predictions, or what goes to the next batch, far from those in fp32, or the gradients far larger?"
-        return self.has_large_gradients(run) or self.far(run).exceeds(self.limits)
-
-    def has_large_gradients(self, run:Recording): # A run in any precision
-        "Are the gradients far larger than those in fp32?"
-        return self.backward and are_too_large(run.norm, self.fp32.norm)
+        has_large_gradients = self.backward and are_too_large(run.norm, self.fp32.norm)
+        return has_large_gradients or self.far(run).exceeds(self.limits)
 
     def far(self,
         run:Recording # A run in any precision

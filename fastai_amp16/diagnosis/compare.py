@@ -26,6 +26,7 @@ class Far(NamedTuple):
     off:float=0. # By themselves, relative to how fp32's differ from sample to sample
     rise:float=0. # By how much more than chance explains the loss is larger, relative to fp32's
     bend:float=0. # By how much it would be if what is off had nothing to do with the targets
+    chance:float=math.inf # By how much it is larger or smaller by chance
 
     def exceeds(self,
         limits:'Far' # How far they may be
@@ -123,7 +124,7 @@ def far_from(
     off = relative(norms)
     change = loss_change(learn, run.pred, reference.pred) if off else None
     if off==math.inf: off = 0. # the same for all samples: only a loss can tell
-    return Far(off, _beyond_chance(change), change.bend) if change else Far(off)
+    return Far(off, _beyond_chance(change), change.bend, change.chance) if change else Far(off)
 
 # %% ../../nbs/diagnosis/03_compare.ipynb #8e0c4d51
 _times = 16 # four bits: chaos does not lose so many ...
@@ -260,7 +261,7 @@ class Comparison:
         self.gap = min(2*self.gap, _most)
 
     def look_again(self):
-        "Compare the next batch as well, after a part of the model was kept in fp32: it may not be the only one at fault"
+        "Compare the next batch, too: what was just kept in fp32 may not be all that is at fault"
         self.is_due,self.weights = True,None
 
     def found_nothing(self):

@@ -208,17 +208,13 @@ def _computes_in_half(run, frame):
     calls = [o for o in run.frames if frame in (o,o.parent)]
     return any(s.half for o in calls for s in (*o.ins,*o.outs,*o.params))
 
-def _keeps(name, frame):
-    "Does `name`, as in `keep_fp32`, keep the call in fp32?"
-    if name==f'{frame.name}.': return True # its own code
-    return covers([name], frame.name)
-
 def _is_kept(o):
     "Does the call of a `Reason` belong to what stays in fp32 for it? What the model computes may meet in the loss"
     name,r = o
     if r.frame is None: return False
     if name is None or r.frame.in_loss: return True
-    return _keeps(name, r.frame)
+    if name==f'{r.frame.name}.': return True # its own code
+    return covers([name], r.frame.name)
 
 def _reasons(case, remedy):
     "Pairs of what `remedy` keeps and the `Reason` of this rank; the call of the first one can be named, if that of any"
@@ -251,6 +247,7 @@ def _fault(case, plain, remedy):
     elif res.spoilt or res.off: res.phase = 'forward'
     return res
 
+_tiny = 1e-5 # of the loss, for what is as far off as fp32's predictions differ from sample to sample
 _share = 0.3 # of the layers: a fault is in a smaller part
 
 def _misses_bits(half, far, vanish):
@@ -270,9 +267,11 @@ def _evidence(case, plain):
     if not is_off and far.bend>nothing.bend: return 'harm'
     # so many times as large or as small that it is not by chance; 0 in a validation
     norm,reference = _norm(case, plain),case.fp32.norm
-    if not is_off: return 'gradients' if are_too_large(less*norm, reference) else ''
+    if not is_off:
+        return 'gradients' if are_too_large(less*norm, reference) else ''
     if case.others: return 'harm' # calls show nothing that differs from sample to sample
     vanish = are_too_large(less*reference, norm)
+    if far.chance<_tiny*far.off: return '' # the same for all samples, as in a deep model before a training
     return 'bits' if _misses_bits(case.half, far, vanish) else ''
 
 def _is_silently_wrong(case, plain):
@@ -291,7 +290,8 @@ def _is_silently_wrong(case, plain):
     case.limits = Far(*map(largest, far)).times(less)
     return True
 
-def _n_layers(modules): return sum(next(m.parameters(recurse=False), None) is not None for m in modules)
+def _n_layers(modules):
+    return sum(next(m.parameters(recurse=False), None) is not None for m in modules)
 
 def _is_small(case, remedy):
     "Does `remedy` leave most layers as they are?"
