@@ -4,7 +4,7 @@ import pytest,torch
 import torch.nn.functional as F
 from fastai.basics import (Adam,Callback,DataLoader,DataLoaders,Datasets,L,Learner,OptimWrapper,default_device,nn,noop,partial,
                            set_seed)
-from fastai_amp16.all import AdamW16
+from fastai_amp16.all import AdamW16,PrecisionWarning
 from fastai_amp16.precision.comparable import true_fp32
 from fastai_amp16.diagnosis.deviation import deviation
 from torch.nn.utils import get_total_norm
@@ -248,6 +248,20 @@ def test_random_programs(kind, most, to, dtype):
         rows.append(dict(seed=seed, fp32=fp32, **silent.column(kind, seed, to, fp32)))
     bad = [r for r in rows if r['counts'] and not r['ok']]
     assert any(r['counts'] for r in rows) and len(bad)<=most, (k,bad)
+
+@both
+def test_a_second_fault_is_found_in_the_next_batch(to, dtype):
+    "It was hidden by a larger one, without which so little is off that this seems to be all"
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.large,self.small = Level(60_000.),On(centred, 2_000.)
+        def forward(self, x): return torch.cat([self.large(x), self.small(x)], 1)
+    def targets(x): return torch.cat([60_000+product(x), product(x)], 1)
+    with pytest.warns(PrecisionWarning): mp = fit(getattr(learner(xs, targets, Two), to)(), 1).mixed_precision
+    large,*small = mp.promoted
+    assert large=='large.' and small and all(o.startswith('small') for o in small)
+    assert not any('Training so far' in r.done for r in mp.reports) # as after a validation
 
 # %% where it is looked for
 @pytest.mark.filterwarnings('ignore::UserWarning')
