@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from fastai.basics import default_device,nn
 from fastai.text.models.awdlstm import WeightDropout
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from fastai_amp16.precision.comparable import comparable,true_fp32
+from fastai_amp16.precision.comparable import comparable,eager,true_fp32
 from fastai_amp16.diagnosis.deviation import deviation
 from fastai_amp16.precision.plan import half_forward
 from fastai_amp16.util.torch_private import knows_bf16
@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence,pack_sequence
 from torch.utils.checkpoint import checkpoint
 from common import Do,both,clean,fit,times_and_back
 from overflows import World
+from test_faults import StopAtLine
 from test_silent import learner,product,xs
 
 lacks_bf16 = default_device().type=='cpu' and not knows_bf16()
@@ -266,6 +267,26 @@ def test_tf32_is_off_and_then_as_before(choose, tf32_as_before):
         with true_fp32(): pass
         assert (conv,mm)==tuple(settings()[0])
     assert settings()==before
+
+def test_a_ctrl_c_at_any_line_leaves_nothing_set_and_nobody_waiting(tf32_as_before):
+    "Another thread may enter the contexts then"
+    before = settings()
+    def enter():
+        with true_fp32(), eager(): assert settings()!=before
+    def stop(*at):
+        at_line = StopAtLine(*at)
+        sys.settrace(at_line)
+        try: enter()
+        except KeyboardInterrupt: pass
+        finally: sys.settrace(None)
+        return at_line
+    for line,times in stop().times.items():
+        for n in range(1, times+1):
+            assert stop(line, n).raised and settings()==before, line
+            thread = threading.Thread(target=enter, daemon=True)
+            thread.start()
+            thread.join(30)
+            assert not thread.is_alive(), line
 
 class Sees(nn.Module):
     "Whether TF32 may be used in each of its calls, and in which dtype its input comes"

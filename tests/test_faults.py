@@ -1,5 +1,5 @@
 "Interrupts, cancelled steps, overflows: the same scenario in fp32 is the control"
-import copy,functools,math,pickle,random,sys,threading,warnings
+import copy,functools,math,pickle,random,sys,warnings
 from collections import Counter
 import fastai.basics
 import pytest,torch
@@ -9,7 +9,6 @@ from fastai.callback.all import GradientAccumulation,TerminateOnNaNCallback
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.all import AdamW16,FusedAdam,PrecisionWarning,half_forward
 from fastai_amp16.diagnosis.messages import written_gradients
-from fastai_amp16.precision.comparable import eager,true_fp32
 from fastai_amp16.precision.stand_in import own_forward
 from common import *
 
@@ -206,29 +205,6 @@ def test_ctrl_c_at_any_line_of_ours(where):
         assert stop.raised and process_wide()==wide, at
         clean(learn)
         assert equal(anew(learn), expected), at
-
-def test_ctrl_c_at_any_line_of_contexts_that_threads_share():
-    "Nothing remains set, and another thread may enter them"
-    def enter():
-        with true_fp32(), eager(): assert torch.get_float32_matmul_precision()=='highest'
-    def enters(*at):
-        stop = StopAtLine(*at)
-        sys.settrace(stop)
-        try: enter()
-        except KeyboardInterrupt: pass
-        finally: sys.settrace(None)
-        return stop
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision('high')
-    try:
-        for line,times in enters().times.items():
-            for n in range(1, times+1):
-                assert enters(line, n).raised and torch.get_float32_matmul_precision()=='high', line
-                thread = threading.Thread(target=enter, daemon=True)
-                thread.start()
-                thread.join(30)
-                assert not thread.is_alive(), line
-    finally: torch.set_float32_matmul_precision(before)
 
 # --- cancelled by others
 
