@@ -254,8 +254,10 @@ def _misses_bits(half, far, vanish):
     "Do calls lose many bits at once that are learned from, or would be if gradients did not `vanish`?"
     calls = where_bits_are_lost(half)
     if not calls: return False
-    if calls[-1].is_infinite or vanish: return True
-    return far.bend>nothing.rise or is_learned_from(half)
+    if vanish or calls[-1].is_infinite:
+        return True
+    matters = far.bend or 10*far.chance # a linear loss does not bend
+    return matters>nothing.rise or is_learned_from(half)
 
 def _evidence(case, plain):
     """Why it matters that half precision is off: for what the loss makes of it ('harm'), or for what is learned, since
