@@ -12,6 +12,7 @@ with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     import fastai
     from fastai.basics import default_device,noop
+    from fastai_amp16.diagnosis.verdict import _n_layers as n_layers
     from fastai_amp16.precision.plan import PrecisionPlan
 import as_cuda,families
 from machine import machine
@@ -46,9 +47,7 @@ def train(p, to, **kwargs):
 def in_half(learn):
     "The number of modules with weights that compute in half precision, and of those that do so in the beginning"
     mp = learn.mixed_precision
-    def layers(keep):
-        plan = PrecisionPlan(learn.model, mp.dtype, keep)
-        return sum(next(m.parameters(recurse=False), None) is not None for m in plan.in_half)
+    def layers(keep): return n_layers(PrecisionPlan(learn.model, mp.dtype, keep).in_half)
     return layers(mp.keeps(learn.model)),layers([])
 
 def kind_of(kind, seed, to, fp32):

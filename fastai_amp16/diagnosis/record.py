@@ -367,7 +367,7 @@ class Recording(TorchFunctionMode):
         if not seen.has_hook and t.requires_grad and torch.is_grad_enabled():
             seen.has_hook = True
             self.handles.append(t.register_hook(partial(self._came_by, seen)))
-        # which half precision may have made in another call
+        # fp32 may have made it in a call of another name: then it is known by a later place
         if self.reference: seen.ref = seen.ref or self.reference.seen.get(place)
         self.seen[place] = seen
         seen.calls.append((frame,place.where))

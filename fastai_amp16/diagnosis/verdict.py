@@ -272,8 +272,8 @@ def _evidence(case, plain):
     if not is_off:
         return 'gradients' if are_too_large(less*norm, reference) else ''
     if case.others: return 'harm' # calls show nothing that differs from sample to sample
-    vanish = are_too_large(less*reference, norm)
     if far.chance<_tiny*far.off: return '' # the same for all samples, as in a deep model before a training
+    vanish = are_too_large(less*reference, norm)
     return 'bits' if _misses_bits(case.half, far, vanish) else ''
 
 def _is_silently_wrong(case, plain):
