@@ -36,7 +36,7 @@ def pinball(q): return lambda p,t: torch.maximum(q*(t-p), (q-1)*(t-p)).mean()
 
 class Program:
     "Draws what is left open: `model` and `data` are functions without arguments, `at` names what is at fault"
-    def __init__(self, d, model, data, at=None, loss=None, lr=1., steps=(60,240), opt=None, bs=None, in_order=False, ends=True):
+    def __init__(self, d, model, data, at=None, loss=None, lr=1., steps=(40,160), opt=None, bs=None, in_order=False, ends=True):
         self.model,self.data,self.at,self.in_order = model,data,at,in_order
         self.loss_name = 'own' if loss else d.choice([*losses])
         self.loss = loss or losses[self.loss_name](d)
@@ -124,7 +124,7 @@ def learned_angles(d):
     def data():
         t = 2*torch.rand(n_samples, 1)
         return t,1.4*torch.sin(w*t+at)
-    return Program(d, model, data, 'angles', lr=.15, steps=(120,240))
+    return Program(d, model, data, 'angles', lr=.15, steps=(80,160))
 
 def random_fourier(d):
     "A frozen layer of random Fourier features"
@@ -615,7 +615,7 @@ def few_per_statistic(d):
     ni,w = d.randint(4, 12),d.choice([8,16])
     norm = d.choice([lambda: nn.BatchNorm1d(w),lambda: nn.GroupNorm(w//2, w),lambda: nn.LayerNorm(w)])
     def model(): return nn.Sequential(nn.Linear(ni, w), norm(), nn.ReLU(), nn.Linear(w, 1))
-    return healthily(d, ni, model, bs=d.choice([2,4,8]), steps=(80,320))
+    return healthily(d, ni, model, bs=d.choice([2,4,8]), steps=(60,200))
 
 def sparse(d):
     "Most targets are 0"
