@@ -36,7 +36,7 @@ def pinball(q): return lambda p,t: torch.maximum(q*(t-p), (q-1)*(t-p)).mean()
 
 class Program:
     "Draws what is left open: `model` and `data` are functions without arguments, `at` names what is at fault"
-    def __init__(self, d, model, data, at=None, loss=None, lr=1., steps=(40,160), opt=None, bs=None, in_order=False, ends=True):
+    def __init__(self, d, model, data, at=None, loss=None, lr=1., steps=(40,120), opt=None, bs=None, in_order=False, ends=True):
         self.model,self.data,self.at,self.in_order = model,data,at,in_order
         self.loss_name = 'own' if loss else d.choice([*losses])
         self.loss = loss or losses[self.loss_name](d)
@@ -52,7 +52,7 @@ class Program:
         *xs,y = self.data()
         n = len(y)*2//3
         items = list(zip(*xs, y))
-        loaders = DataLoader(items[:n], bs=self.bs, shuffle=not self.in_order, drop_last=True),DataLoader(items[n:], bs=128)
+        loaders = DataLoader(items[:n], bs=self.bs, shuffle=not self.in_order, drop_last=True),DataLoader(items[n:], bs=n_samples)
         dls = DataLoaders(*loaders, device=default_device())
         dls.n_inp = len(xs)
         return Learner(dls, self.model().to(default_device()), self.loss, self.opt, lr=self.lr)
@@ -469,9 +469,9 @@ wrong = [given_angles, learned_angles, random_fourier, time_stamps, rotary, ids,
          running_sum, counts, moving_average, boxes, interpolation, later, steep]
 
 # %% healthy
-def healthily(d, ni, model, no=1, c=0, data=None, loss=None, **kwargs):
+def healthily(d, ni, model, no=1, c=0, data=None, loss=None, steps=(30,90), **kwargs):
     "A program with ordinary data, unless other `data` is given"
-    return Program(d, model, data or plain(d, ni, no, c), loss=loss or ce(c), **kwargs)
+    return Program(d, model, data or plain(d, ni, no, c), loss=loss or ce(c), steps=steps, **kwargs)
 
 def ordinary(d):
     ni,c = d.randint(4, 16),d.choice([0,3,5])

@@ -2,7 +2,7 @@
 
 A program of [families.py](families.py) is *wrong* if plain half precision ends with more than 1.5 times the loss of fp32, and with the part
 at fault in fp32 within 1.2 times that; it is *healthy* if plain half precision ends within 1.1. Plain half precision is autocast with a
-loss scale, without anything that this package finds."""
+loss scale, without anything that this package finds. All are trained with `fit_one_cycle`."""
 import argparse,json,subprocess,sys,time,warnings
 from collections import defaultdict
 from pathlib import Path
@@ -17,7 +17,7 @@ import as_cuda,families
 from machine import machine
 
 kinds = dict(wrong=families.wrong, healthy=families.healthy)
-share = dict(wrong=2/3, healthy=1/3) # of the time: not all programs that should be wrong are so
+share = dict(wrong=.68, healthy=.32) # of the time: not all programs that should be wrong are so
 ways = dict(fp16='to_fp16_dynamic', bf16='to_bf16_dynamic')
 plainly = dict(rerun=False, on_spiral='warn') # what autocast does by itself
 is_wrong,is_mended,is_right,is_healthy,left_in_half = 1.5,1.2,1.3,1.1,0.7 # of fp32's loss; the last one of the layers
@@ -38,7 +38,7 @@ def train(p, to, **kwargs):
         warnings.simplefilter('always')
         later = mp if p.end!='fit' else None # what was trained in fp32 is looked at in half precision
         if later: learn.remove_cb(later)
-        learn.fit(p.epochs)
+        learn.fit_one_cycle(p.epochs)
         if later: learn.add_cb(later)
         if p.end=='fit': loss = learn.recorder.values[-1][-1]
         else: loss = learn.validate()[0] if p.end=='validate' else p.loss(*learn.get_preds(act=noop))
