@@ -194,6 +194,19 @@ class Twice(nn.Module):
         self.lin,self.out = nn.Linear(8, 8),nn.Linear(8, 1)
     def forward(self, x): return self.out(self.lin(torch.relu(self.lin(x))))
 
+class Hardest(nn.Module):
+    "A row for the largest of what a layer makes, which does not train"
+    def __init__(self):
+        super().__init__()
+        self.inp,self.rows,self.out = nn.Linear(8, 8, bias=False),nn.Embedding(8, 16),nn.Linear(16, 1)
+        self.inp.requires_grad_(False).weight.copy_(torch.eye(8))
+    def forward(self, x): return self.out(self.rows(self.inp(x).argmax(1)))
+def nearly_equal(n):
+    "In one of 20 samples, half precision cannot tell the largest two apart"
+    x = torch.randn(n, 8)
+    x[::20,:2] = torch.tensor([3.,3.0001])
+    return x
+
 healthy = { # inputs, targets, model, and other arguments of the learner
     'plain': (xs, product, lambda: mlp(8)), 'deep and untrained': (xs, product, lambda: deep(6)),
     'deeper and untrained': (xs, product, lambda: deep(12)), 'deepest and untrained': (xs, product, lambda: deep(25)),
@@ -208,7 +221,7 @@ healthy = { # inputs, targets, model, and other arguments of the learner
     'augmentation in the model': (xs, product, lambda: nn.Sequential(Do(noisy), mlp(8))),
     'outputs near 0': (xs, product, lambda: scaled(1e-6)), 'outputs of 0': (xs, product, lambda: scaled(0.)),
     'quantized': (xs, product, lambda: Again(rounded, 1)), 'argmax': (xs, product, lambda: Again(hardest, 1)),
-    'the four largest': (xs, product, lambda: Again(largest, 1)),
+    'nearly equal': (nearly_equal, product, Hardest, dict(bs=64, n=960)), 'the four largest': (xs, product, lambda: Again(largest, 1)),
     'batch norm of two': (xs, product, lambda: nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)), dict(bs=2, n=32)),
     'batch norm of a batch norm': (xs, product, Branches),

@@ -59,7 +59,7 @@ def _is_one_sample(pred):
 def _beside(norms, preds):
     "`norms` of one sample, which is compared with how the predictions of several differ"
     together = [torch.cat(ts) for ts in zip(*map(tensors, preds))]
-    spreads = distances(together, together, centered=True)
+    spreads = distances(together, together)
     root = math.sqrt(len(preds))
     return [(d,spread/root) for (d,_),(_,spread) in zip(norms, spreads)]
 
@@ -119,7 +119,7 @@ def far_from(
     "Find how far predictions are from fp32's, and what the loss makes of it"
     if _hides_infinity(learn, run.pred, reference.pred): return Far(rise=math.inf)
     if lost(run, reference, before, twice): return Far(rise=math.inf)
-    norms = distances(run.pred, reference.pred, centered=True)
+    norms = distances(run.pred, reference.pred)
     if others: norms = _beside(norms, [*others, reference.pred])
     off = relative(norms)
     change = loss_change(learn, run.pred, reference.pred) if off else None

@@ -15,6 +15,7 @@ from .record import Frame,Recording
 from .compare import Far,has_become_infinite,is_learned_from,less,nothing,where_bits_are_lost
 from .case import Case,faults
 from .remedy import Reason,Remedy,least_in_fp32
+from .deviation import share_off
 from ..train.decide import are_too_large
 
 # %% ../../nbs/diagnosis/07_verdict.ipynb #d585bc3e
@@ -249,6 +250,7 @@ def _fault(case, plain, remedy):
 
 _tiny = 1e-5 # of the loss, for what is as far off as fp32's predictions differ from sample to sample
 _share = 0.3 # of the layers: a fault is in a smaller part
+_few = 0.1 # of the samples: so many may lie where rounding decides, as between two largest values
 
 def _misses_bits(half, far, vanish):
     "Do calls lose many bits at once that are learned from, or would be if gradients did not `vanish`?"
@@ -273,6 +275,7 @@ def _evidence(case, plain):
         return 'gradients' if are_too_large(less*norm, reference) else ''
     if case.others: return 'harm' # calls show nothing that differs from sample to sample
     if far.chance<_tiny*far.off: return '' # the same for all samples, as in a deep model before a training
+    if share_off(plain.pred, case.fp32.pred, nothing.off)<_few: return ''
     vanish = are_too_large(less*reference, norm)
     return 'bits' if _misses_bits(case.half, far, vanish) else ''
 
