@@ -6,7 +6,7 @@
 __all__ = ['pairs', 'distances', 'share_off', 'relative', 'deviation', 'bits_lost', 'LossChange', 'loss_change']
 
 # %% ../../nbs/diagnosis/01_deviation.ipynb #1ddde359
-import itertools,math
+import math
 from typing import NamedTuple
 from fastai.basics import *
 from ..util.nested import all_tensors,replace,tensors
@@ -48,8 +48,8 @@ def _centered(y):
     return y-y.mean(0)
 
 def _by_sample(t):
-    "The sum for each sample"
-    return t.flatten(1).sum(1) if t.dim()>1 else t.flatten()
+    "A row for each sample"
+    return torch.atleast_1d(t)[...,None].flatten(1)
 
 def _squares(x, y):
     "The squared norms of `x-y` and of how `y` differs from its mean, for each sample"
@@ -57,7 +57,8 @@ def _squares(x, y):
     most = _at_once(x.numel())
     for x,y in zip(_parts(x, most), _parts(y, most)): # noqa: B020
         x,y = _in_float64(x, y)
-        res = res+torch.stack([_by_sample(o.square()) for o in (x-y,_centered(y))])
+        norms = [_by_sample(o).norm(dim=1) for o in (x-y,_centered(y))]
+        res = res+torch.stack(norms).square()
     return res
 
 def distances(
@@ -77,8 +78,7 @@ def share_off(
     def share(d, spread):
         is_off = d>most**2*spread.mean()
         return is_off.double().mean().item()
-    squares = [_squares(x, y) for x,y in pairs(pred, reference)]
-    return max(itertools.starmap(share, squares), default=0.)
+    return max((share(*_squares(x, y)) for x,y in pairs(pred, reference)), default=0.)
 
 def relative(
     norms:list # From `distances`
@@ -136,7 +136,7 @@ def _loss_sums(learn, pred, reference, yb):
         d = torch.where(both, x-y, 0).double()
         g,h = g.double(),h.double()
         bend = (h-g)*d
-        by_chance = _by_sample(g*d).square()
+        by_chance = _by_sample(g*d).sum(1).square()
         size = y.double().square()
         terms = bend,by_chance,size
         sums = sums+torch.stack([o.sum().to(loss.device) for o in terms])
