@@ -183,7 +183,8 @@ most of them for 30 to 120 steps. One counts as wrong if plain half precision en
 the loss of fp32, and within {silent.is_mended} with the part at fault in fp32. It is as it should be if
 it ends within {silent.is_right}, what is kept is named, and
 {silent.left_in_half:.0%} of its layers are in half precision (or all but one). One counts as healthy if plain half precision ends within
-{silent.is_healthy}; then nothing should be said or kept. The families that have programs which are not as they should be, in all columns:
+{silent.is_healthy}, with no loss scale below 1; then nothing should be said or kept. The families that have programs which are not as
+they should be, in all columns:
 
 {silent.by_family(rows)}
 

@@ -1,8 +1,8 @@
 """Is half precision found where it is finite but wrong, and is nothing said of what is healthy? Rates over random programs
 
 A program of [families.py](families.py) is *wrong* if plain half precision ends with more than 1.5 times the loss of fp32, and with the part
-at fault in fp32 within 1.2 times that; it is *healthy* if plain half precision ends within 1.1. Plain half precision is autocast with a
-loss scale, without anything that this package finds. All are trained with `fit_one_cycle`."""
+at fault in fp32 within 1.2 times that; it is *healthy* if plain half precision ends within 1.1, with no loss scale below 1. Plain half
+precision is autocast with a loss scale, without anything that this package finds. All are trained with `fit_one_cycle`."""
 import argparse,json,subprocess,sys,time,warnings
 from collections import defaultdict
 from pathlib import Path
@@ -56,8 +56,10 @@ def in_half(learn):
 def kind_of(kind, seed, to, fp32):
     "How plain half precision ends, and with what in fp32 it ends as fp32 does; is the program of this kind then?"
     p = draw(kind, seed)
-    loss = train(p, to, **plainly)[0]
-    if kind=='healthy': return dict(plain=loss, counts=loss-fp32<=(is_healthy-1)*abs(fp32))
+    loss,learn,_ = train(p, to, **plainly)
+    if kind=='healthy':
+        fits = not (learn.mixed_precision.history.loss_scale<1).any() # or gradients overflow at every scale
+        return dict(plain=loss, counts=fits and loss-fp32<=(is_healthy-1)*abs(fp32))
     res = dict(plain=loss, counts=False)
     if loss<=is_wrong*fp32: return res
     for part in p.at if isinstance(p.at, list) else [p.at]:
