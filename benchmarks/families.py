@@ -716,6 +716,30 @@ def ensemble(d):
     def forward(m, x): return torch.stack([o(x) for o in m.members]).mean(0)
     return healthily(d, ni, lambda: Own(forward, members=nn.ModuleList([net() for _ in range(n)])))
 
+def own_state(d):
+    "Moving statistics or means of features that a module keeps by itself, or a spectral norm"
+    ni,w,depth,gain = d.randint(4, 12),d.choice([16,32]),d.randint(1, 10),d.log(.5, 4)
+    kind,keep = d.choice(['norm','mean','spectral']),d.choice([.5,.9,.99])
+    def norm(m, x):
+        mean,var = m.mean,m.var
+        if m.training:
+            mean,var = x.mean(0),x.var(0)
+            with torch.no_grad(): m.mean,m.var = mean.float().lerp(m.mean, keep),var.float().lerp(m.var, keep)
+        return (x-mean)*(var+1e-5).rsqrt()
+    def mean(m, x):
+        if m.training: m.mean = x.detach().float().mean(0).lerp(m.mean, keep)
+        return x-m.mean.to(x.dtype)
+    def spectral(m, x):
+        with torch.no_grad():
+            v = F.normalize(m.weight.T@m.u, dim=0)
+            if m.training: m.u = F.normalize((m.weight@v).float(), dim=0)
+        return F.linear(x, m.weight/(m.u@m.weight@v))
+    def block():
+        if kind=='spectral': return [Own(spectral, weight=large(w, gain).weight, u=F.normalize(torch.randn(w), dim=0)),nn.ReLU()]
+        return [large(w, gain),Own(norm if kind=='norm' else mean, mean=torch.zeros(w), var=torch.ones(w)),nn.ReLU()]
+    def model(): return nn.Sequential(nn.Linear(ni, w), nn.ReLU(), *[m for _ in range(depth) for m in block()], nn.Linear(w, 1))
+    return healthily(d, ni, model)
+
 def constant(d):
     "Outputs that do not depend on inputs, or a learning rate of 0"
     ni,kind = d.randint(4, 12),d.choice(['constant','lr'])
@@ -739,4 +763,4 @@ def unused_level(d):
 
 healthy = [ordinary, recurrence, deep, near_perfect, near_zero, small_targets, alike, quantized, hard_choice, argmax, stochastic, tied,
            few_per_statistic, sparse, saturated, quantiles, hinge, likelihood, moments, recurrent, embeddings, transformer, convs,
-           ensemble, constant, unused_level]
+           ensemble, own_state, constant, unused_level]

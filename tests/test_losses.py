@@ -262,7 +262,7 @@ def test_a_loss_that_is_off_is_wrong_where_no_sample_is():
     torch.manual_seed(0)
     y,sign = 1+0.9*torch.randn(256, 1),torch.ones(256, 1)
     learn = SimpleNamespace(loss_func=lambda p, y: p.mean(), yb=(y,))
-    def run(pred): return SimpleNamespace(pred=pred, left={})
+    def run(pred): return SimpleNamespace(dtype=torch.float16, pred=pred, left={})
     def wrong(sign): return far_from(learn, run(y+0.2*sign), run(y), {}).exceeds(nothing)
     assert wrong(sign) and not wrong(torch.cat([sign[:128],-sign[128:]]))
 

@@ -194,6 +194,25 @@ class Twice(nn.Module):
         self.lin,self.out = nn.Linear(8, 8),nn.Linear(8, 1)
     def forward(self, x): return self.out(self.lin(torch.relu(self.lin(x))))
 
+class Standardized(nn.Module):
+    "A batch norm of its own"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('mean', torch.zeros(32))
+        self.register_buffer('var', torch.ones(32))
+    def forward(self, x):
+        mean,var = self.mean,self.var
+        if self.training:
+            mean,var = x.mean(0),x.var(0)
+            with torch.no_grad(): self.mean.lerp_(mean.float(), 0.1), self.var.lerp_(var.float(), 0.1)
+        return (x-mean)*(var+1e-5).rsqrt()
+def standardizing(n, by):
+    def block():
+        lin = nn.Linear(32, 32)
+        with torch.no_grad(): lin.weight.mul_(by)
+        return [lin, Standardized(), nn.ReLU()]
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), *[m for _ in range(n) for m in block()], nn.Linear(32, 1))
+
 class Hardest(nn.Module):
     "A row for the largest of what a layer makes, which does not train"
     def __init__(self):
@@ -206,6 +225,24 @@ def nearly_equal(n):
     x = torch.randn(n, 8)
     x[::20,:2] = torch.tensor([3.,3.0001])
     return x
+
+class Whole(nn.Module):
+    "0, or 16 where the first input is not the largest one"
+    def __init__(self):
+        super().__init__()
+        self.inp,self.soft = nn.Linear(8, 8, bias=False),nn.Linear(8, 1)
+        nn.init.eye_(self.inp.weight)
+    def forward(self, x):
+        h = self.inp(x)
+        is_first = h.flip(1).argmax(1, keepdim=True)==7
+        return 16.*~is_first+0*self.soft(h)
+def nearly_the_first(n):
+    "The first one is the largest; in one of 64 samples, half precision cannot tell it from the second one"
+    x = torch.randn(n, 8)
+    x[:,0] = 5.
+    x[::64,:2] = torch.tensor([3.0001,3.])
+    return x
+def between(x): return torch.where(x[:,:1]==5, 0.5, 8.)
 
 healthy = { # inputs, targets, model, and other arguments of the learner
     'plain': (xs, product, lambda: mlp(8)), 'deep and untrained': (xs, product, lambda: deep(6)),
@@ -221,6 +258,8 @@ healthy = { # inputs, targets, model, and other arguments of the learner
     'augmentation in the model': (xs, product, lambda: nn.Sequential(Do(noisy), mlp(8))),
     'outputs near 0': (xs, product, lambda: scaled(1e-6)), 'outputs of 0': (xs, product, lambda: scaled(0.)),
     'quantized': (xs, product, lambda: Again(rounded, 1)), 'argmax': (xs, product, lambda: Again(hardest, 1)),
+    'statistics of its own': (xs, product, lambda: standardizing(12, 4.)),
+    'nearly the largest': (nearly_the_first, between, Whole, dict(loss_func=F.l1_loss)),
     'nearly equal': (nearly_equal, product, Hardest, dict(bs=64, n=960)), 'the four largest': (xs, product, lambda: Again(largest, 1)),
     'batch norm of two': (xs, product, lambda: nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)), dict(bs=2, n=32)),
@@ -414,6 +453,32 @@ def test_what_goes_to_the_next_batch_is_compared(to, dtype):
     mp = learn.mixed_precision
     assert mp.history.reruns.astype(bool).tolist()==[True]+[False]*5 and mp.promoted and 'The change of `mean`' in mp.reports[0].sentence
     assert deviation(learn.model.mean[None]-900, fp32.model.mean[None]-900)<0.1
+
+class Moments(nn.Module):
+    "Standardizes large numbers; in validations, by moving averages of them and of their squares"
+    def __init__(self, level=60.):
+        super().__init__()
+        self.inp,self.net = nn.Linear(8, 8),mlp(8)
+        nn.init.eye_(self.inp.weight)
+        nn.init.constant_(self.inp.bias, level)
+        self.register_buffer('mean', torch.zeros(8))
+        self.register_buffer('square', torch.zeros(8))
+    @property
+    def var(self): return self.square-self.mean**2
+    def forward(self, x):
+        h = self.inp(x)
+        if not self.training: return self.net((h-self.mean)*self.var.clamp(1e-4).rsqrt())
+        with torch.no_grad(): self.mean.lerp_(h.mean(0).float(), 0.5), self.square.lerp_((h*h).mean(0).float(), 0.5)
+        return self.net((h-h.mean(0))/h.std(0))
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+@both
+def test_what_goes_to_the_next_batch_is_compared_when_it_has_settled(to, dtype):
+    "At first, averages move so far that rounding does not show; in the eighth step it does, and they come back to fp32's"
+    fp32,learn = fit(learner(xs, product, Moments), 4),fit(getattr(learner(xs, product, Moments), to)(), 4)
+    mp = learn.mixed_precision
+    assert mp.promoted and mp.history.step[mp.history.reruns>0].tolist()==[7]
+    assert (learn.model.var/fp32.model.var-1).abs().max()<0.3 # what trains on is not the same
 
 @both
 def test_what_a_module_only_notes_is_no_fault(to, dtype):

@@ -284,8 +284,9 @@ class Case:
         return far_from(self.learn, run, self.fp32, self.before, self.others, self.twice)
 
     def lost(self, run:Recording): # A run in any precision
-        "Find what goes to the next batch and changes otherwise than in fp32, and how far off it is, by name"
-        return lost(run, self.fp32, self.before, self.twice)
+        "Find what goes to the next batch and changes otherwise than in fp32, and by how many steps, by name"
+        changes = lost(run, self.fp32, self.before, self.twice)
+        return {name: off for name,off in changes.items() if off>nothing.left}
 
     @functools.cached_property
     def before(self) -> dict:

@@ -27,12 +27,13 @@ class Far(NamedTuple):
     rise:float=0. # By how much more than chance explains the loss is larger, relative to fp32's
     bend:float=0. # By how much it would be if what is off had nothing to do with the targets
     chance:float=math.inf # By how much it is larger or smaller by chance
+    left:float=0. # By how many of half precision's steps the change of what goes to the next batch is off
 
     def exceeds(self,
         limits:'Far' # How far they may be
     ) -> bool:
-        "Are predictions farther off than that, or does the loss suffer more?"
-        return self.off>limits.off or self.rise>limits.rise or self.bend>limits.bend
+        "Is anything farther off than that?"
+        return any(map(operator.gt, self, limits))
 
     def times(self,
         n:float # A factor
@@ -42,7 +43,7 @@ class Far(NamedTuple):
             return n*far if far>least else least
         return Far(*map(limit, self, nothing))
 
-nothing = Far(0.25, 0.1, 0.25) # less may be rounding: in what is learned, or in a loss
+nothing = Far(0.25, 0.1, 0.25, left=16) # less may be rounding: in what is learned, in a loss, or in a state
 less = 1/4 # what is at fault leaves no more than that if it stays in fp32; what has grown as much is another fault
 
 def _beyond_chance(change):
@@ -69,12 +70,11 @@ def _changes(ts, before):
     before = before or map(torch.zeros_like, ts)
     return [change(t, b)[None] for t,b in zip(ts, before)]
 
-_changed = 0.05 # a change that is less far off is rounding
-
 def _off_by(run, reference, name, before):
-    "How far from fp32's the change of what modules carry by this name is"
+    "By how many steps of half precision the change of what modules carry by this name is off from fp32's"
     changes = [_changes(o.left.get(name, []), before.get(name)) for o in (run,reference)]
-    return deviation(*changes)
+    eps = torch.finfo(run.dtype).eps
+    return deviation(*changes)/eps
 
 def has_become_infinite(
     ts, # Tensors, or containers of tensors
@@ -85,21 +85,20 @@ def has_become_infinite(
     return any(has(x, y) for x,y in pairs(ts, reference))
 
 def lost(
-    run, # In half precision: has `pred` and `left`, as a `Recording`
+    run, # In half precision: has `dtype`, `pred` and `left`, as a `Recording`
     reference, # In fp32
     before:dict, # What modules carried to the batch
     twice=None # In fp32, the same batch twice; `None` if that is not known yet
-) -> dict: # How far off the changes are, by name
-    "Find what modules carry to the next batch that changes otherwise than in fp32, if it goes on from what it was"
+) -> dict: # By how many of half precision's steps the changes are off, by name
+    "Compare how what modules carry to the next batch changes, if it goes on from what it was"
     res = {}
     for name,ts in reference.left.items():
         if has_become_infinite(run.left.get(name, []), ts):
             res[name] = math.inf
             continue
-        off = _off_by(run, reference, name, before)
         # after the same batch once more, what goes on is another one
-        goes_on = twice is None or _off_by(twice, reference, name, before)>_changed
-        if off>_changed and goes_on: res[name] = off
+        goes_on = twice is None or _off_by(twice, reference, name, before)>nothing.left
+        if goes_on: res[name] = _off_by(run, reference, name, before)
     return res
 
 def _hides_infinity(learn, pred, reference):
@@ -118,13 +117,16 @@ def far_from(
 ) -> Far: # With an infinite `rise` if it is wrong whatever the loss is
     "Find how far predictions are from fp32's, and what the loss makes of it"
     if _hides_infinity(learn, run.pred, reference.pred): return Far(rise=math.inf)
-    if lost(run, reference, before, twice): return Far(rise=math.inf)
+    left = max(lost(run, reference, before, twice).values(), default=0.)
+    if left>nothing.left: return Far(left=left)
     norms = distances(run.pred, reference.pred)
     if others: norms = _beside(norms, [*others, reference.pred])
     off = relative(norms)
     change = loss_change(learn, run.pred, reference.pred) if off else None
     if off==math.inf: off = 0. # the same for all samples: only a loss can tell
-    return Far(off, _beyond_chance(change), change.bend, change.chance) if change else Far(off)
+    if not change: return Far(off, left=left)
+    rise = _beyond_chance(change)
+    return Far(off, rise, change.bend, change.chance, left)
 
 # %% ../../nbs/diagnosis/03_compare.ipynb #8e0c4d51
 _times = 16 # four bits: chaos does not lose so many ...
@@ -189,8 +191,10 @@ def _if_memory_allows(f):
 
 class _Beside:
     "Makes the first call of the model in a batch in other ways as well, without a trace"
-    def __init__(self, batches, call_by): # `call_by` as for `Comparison.make`
-        self.learn,self.state,self.call_by = batches.learn,batches.model_state,call_by
+    def __init__(self, batches, call_by, dtype): # `call_by` as for `Comparison.make`
+        self.learn = batches.learn
+        self.state = batches.model_state
+        self.call_by,self.dtype = call_by,dtype
         self.written = [] # weights to which the forward pass writes
         self.noted,self.before = AllNoted(self.learn),sampled(self.state.carried())
         # compiled code draws numbers in its own way
@@ -198,7 +202,8 @@ class _Beside:
 
     def result(self, pred):
         "Predictions, and what the modules carry now, as in a `Recording`"
-        return SimpleNamespace(pred=pred, left=sampled(self.state.carried()))
+        left = sampled(self.state.carried())
+        return SimpleNamespace(dtype=self.dtype, pred=pred, left=left)
 
     def _call(self, plan):
         before = _random_states()
@@ -321,7 +326,7 @@ class Comparison:
         weights = batches.model_state.weights()
         if not self._has(weights): self.weights,self.items = weights,[]
         if batches.learn.training: self.is_due = False
-        beside = _if_memory_allows(lambda: _Beside(batches, call_by))
+        beside = _if_memory_allows(lambda: _Beside(batches, call_by, plan.dtype))
         fp32 = beside and beside.attempt(None)
         if fp32 is not None: batches.restore_too(beside.written)
         mine = fp32 is not None,bool(beside and beside.draws)

@@ -197,7 +197,8 @@ def _norm(case, plain):
 def _how_far_off(case, plain):
     "What is wrong, and by how much: what goes to the next batch (its names), predictions or gradients"
     changes = case.lost(plain)
-    if changes: return [*changes],max(changes.values())
+    eps = torch.finfo(case.dtype).eps
+    if changes: return [*changes],eps*max(changes.values())
     if has_become_infinite(plain.pred, case.fp32.pred): return 'infinities',math.inf
     far = case.far(plain)
     if far.off<=nothing.off and far.rise>nothing.rise: return 'loss',far.rise
@@ -265,17 +266,21 @@ def _evidence(case, plain):
     """Why it matters that half precision is off: for what the loss makes of it ('harm'), or for what is learned, since
     calls lose many bits at once ('bits'), or since gradients are much larger ('gradients'); '' if it does not matter"""
     far = case.far(plain)
+    # calls show nothing that differs from sample to sample
+    if case.others and far.exceeds(nothing): return 'harm'
     is_off = far.off>nothing.off
-    if far.rise>nothing.rise: return 'harm'
+    if far.rise>nothing.rise or far.left>nothing.left: return 'harm'
+    most = min(far.off, nothing.off)/2
+    of_few = share_off(plain.pred, case.fp32.pred, most)<_few
     # farther off it may be chaos, of which a loss makes much, too
-    if not is_off and far.bend>nothing.bend: return 'harm'
+    if not (is_off or of_few) and far.bend>nothing.bend: return 'harm'
     # so many times as large or as small that it is not by chance; 0 in a validation
-    norm,reference = _norm(case, plain),case.fp32.norm
+    norm = _norm(case, plain)
+    reference = case.fp32.norm
     if not is_off:
         return 'gradients' if are_too_large(less*norm, reference) else ''
-    if case.others: return 'harm' # calls show nothing that differs from sample to sample
-    if far.chance<_tiny*far.off: return '' # the same for all samples, as in a deep model before a training
-    if share_off(plain.pred, case.fp32.pred, nothing.off)<_few: return ''
+    # the same for all samples, as in a deep model before a training
+    if of_few or far.chance<_tiny*far.off: return ''
     vanish = are_too_large(less*reference, norm)
     return 'bits' if _misses_bits(case.half, far, vanish) else ''
 
