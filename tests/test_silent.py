@@ -433,23 +433,27 @@ def test_raised(to, dtype):
 
 # %% what goes to the next batch
 class Averages(nn.Module):
-    "Keeps the moving average of a level, which nothing in training depends on; or its last value, as a log does"
-    def __init__(self, level=900., keep=0.99):
+    "Keeps the moving average of a level, on which nothing in training depends; validations do, or nothing, as on a log"
+    def __init__(self, level=900., keep=0.99, only_notes=False):
         super().__init__()
-        self.inp,self.net,self.level,self.keep = nn.Linear(8, 8),mlp(8),level,keep
+        self.inp,self.net,self.level,self.keep,self.only_notes = nn.Linear(8, 8),mlp(8),level,keep,only_notes
         self.register_buffer('mean', torch.full((8,), level))
     def forward(self, x):
         h = self.inp(x)
         with torch.no_grad():
             now = (h+self.level).mean(0)
             if self.training: self.mean = self.keep*self.mean+(1-self.keep)*now
-        return self.net(h)
+        return self.net(h if self.training or self.only_notes else h+self.level-self.mean)
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
 @both
 def test_what_goes_to_the_next_batch_is_compared(to, dtype):
     "An average that rounding keeps where it is, while predictions are right: how it changes is fp32's from the first batch on"
-    fp32,learn = fit(learner(xs, product, Averages), 1),fit(getattr(learner(xs, product, Averages), to)(), 1)
+    class Frozen(Callback):
+        def before_batch(self): self.model.net.eval()
+        def after_batch(self): assert self.model.training==self.training and not self.model.net.training
+    def make(): return learner(xs, product, Averages, cbs=Frozen())
+    fp32,learn = fit(make(), 1),fit(getattr(make(), to)(), 1)
     mp = learn.mixed_precision
     assert mp.history.reruns.astype(bool).tolist()==[True]+[False]*5 and mp.promoted and 'The change of `mean`' in mp.reports[0].sentence
     assert deviation(learn.model.mean[None]-900, fp32.model.mean[None]-900)<0.1
@@ -481,10 +485,11 @@ def test_what_goes_to_the_next_batch_is_compared_when_it_has_settled(to, dtype):
     assert (learn.model.var/fp32.model.var-1).abs().max()<0.3 # what trains on is not the same
 
 @both
-def test_what_a_module_only_notes_is_no_fault(to, dtype):
+@pytest.mark.parametrize('keep', [0.,0.99])
+def test_what_a_module_only_notes_is_no_fault(keep, to, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter('error', UserWarning)
-        mp = fit(getattr(learner(xs, product, lambda: Averages(keep=0.)), to)(), 2).mixed_precision
+        mp = fit(getattr(learner(xs, product, lambda: Averages(keep=keep, only_notes=True)), to)(), 2).mixed_precision
     assert not mp.promoted and not mp.reports
 
 # %% what does not come again

@@ -11,13 +11,14 @@ from collections import defaultdict
 from contextlib import nullcontext,suppress
 from dataclasses import dataclass,replace
 from fastai.basics import *
-from .compare import Far,far_from,has_become_infinite,lost,makers,nothing,where_bits_are_lost
+from .compare import Far,far_from,goes_on,has_become_infinite,lost,makers,nothing,where_bits_are_lost
 from ..precision.comparable import comparable,eager
 from ..util.nested import cast_floats
 from ..precision.names import as_list
 from ..precision.plan import PrecisionPlan
 from ..precision.stand_in import own_forward
 from ..util.torch_private import is_out_of_memory
+from .deviation import deviation
 from .measure import sampled
 from .record import Recording
 from ..train.rerun import Left,control_exceptions
@@ -159,6 +160,8 @@ def has_code(m:nn.Module): # Any module
     if own_forward(m) is not None: return True
     return type(m).forward not in (nn.Sequential.forward, nn.Module.forward)
 
+_n_again = 4 # a moving average that was wrong before the batch is nearly as it should be then
+
 @dataclass
 class Case:
     "The batches of a step, with the settings they ran with and the ways to run them again"
@@ -179,7 +182,7 @@ class Case:
     draws = True # May the batch draw random numbers that depend on the precision?
     limits = nothing # How far predictions may be from fp32's
     evidence = '' # Why a wrong result matters: 'gradients', 'bits' or 'harm'
-    twice = None # The run in fp32 of each batch twice
+    carries = True # Does it matter what goes to the next batch?
 
     def __post_init__(self):
         self.keep,self.ranks = as_list(self.keep_fp32),self.step.ranks
@@ -281,11 +284,11 @@ class Case:
         run:Recording # A run in any precision
     ) -> Far:
         "How far predictions are from those in fp32"
-        return far_from(self.learn, run, self.fp32, self.before, self.others, self.twice)
+        return far_from(self.learn, run, self.fp32, self.before, self.others, self.carries)
 
     def lost(self, run:Recording): # A run in any precision
         "Find what goes to the next batch and changes otherwise than in fp32, and by how many steps, by name"
-        changes = lost(run, self.fp32, self.before, self.twice)
+        changes = lost(run, self.fp32, self.before)
         return {name: off for name,off in changes.items() if off>nothing.left}
 
     @functools.cached_property
@@ -293,12 +296,38 @@ class Case:
         "What modules carry to the batches, which are not running now"
         return sampled(self.batches.model_state.carried())
 
-    def run_twice(self):
-        "Run each batch twice in fp32, for `lost`. All ranks must call this"
-        def twice():
+    def _run_on(self, plan):
+        """Run each batch a few times by a plan, then in fp32 for training and for validation
+
+        Returns a recording with the predictions of fp32 as `pred`, and with `states`."""
+        preds,states = [],[]
+        flags = [(m,m.training) for m in self.model.modules()]
+        def again():
             with suppress(Left): self.f()
-            self.f()
-        self.twice = replace(self, backward=False, f=twice).run_fp32(modules=False)
+            preds.append(cast_floats(getattr(self.learn, 'pred', None)))
+            states.append(sampled(self.batches.model_state.carried()))
+        def f():
+            for _ in range(_n_again): again()
+            self.batches.entry.plan = None
+            again()
+            self.model.eval()
+            again()
+        try: run = _record(replace(self, backward=False, f=f), False, plan)
+        finally:
+            for m,is_training in flags: m.training = is_training
+        run.pred = preds[_n_again:]
+        run.states = states
+        return run
+
+    def off_later(self,
+        names # Of what goes to the next batch and is off
+    ) -> float: # As for `deviation`; infinite for a count, or where it raises
+        "How far off predictions become by what goes from batch to batch. All ranks must call this"
+        half,fp32 = map(self._run_on, (self.plan(),None))
+        if half.error or fp32.error: return math.inf
+        share = goes_on(names, self.before, *fp32.states[:2])
+        if share>=1: return math.inf
+        return deviation(half.pred, fp32.pred)/(1-share**_n_again)
 
     def spoilt(self,
         half:Recording # A run in half precision

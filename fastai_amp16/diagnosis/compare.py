@@ -87,19 +87,30 @@ def has_become_infinite(
 def lost(
     run, # In half precision: has `dtype`, `pred` and `left`, as a `Recording`
     reference, # In fp32
-    before:dict, # What modules carried to the batch
-    twice=None # In fp32, the same batch twice; `None` if that is not known yet
+    before:dict # What modules carried to the batch
 ) -> dict: # By how many of half precision's steps the changes are off, by name
-    "Compare how what modules carry to the next batch changes, if it goes on from what it was"
+    "Compare how what modules carry to the next batch changes"
     res = {}
     for name,ts in reference.left.items():
-        if has_become_infinite(run.left.get(name, []), ts):
-            res[name] = math.inf
-            continue
-        # after the same batch once more, what goes on is another one
-        goes_on = twice is None or _off_by(twice, reference, name, before)>nothing.left
-        if goes_on: res[name] = _off_by(run, reference, name, before)
+        is_infinite = has_become_infinite(run.left.get(name, []), ts)
+        res[name] = math.inf if is_infinite else _off_by(run, reference, name, before)
     return res
+
+def goes_on(
+    names, # Of what modules carry
+    before:dict, # Before a batch
+    first:dict, # After it
+    second:dict # After the same batch once more
+) -> float: # At least 0
+    "The share of a change that the same batch brings once more: 0.9 if a moving average keeps so much, 1 in a count"
+    def share(name):
+        now = first[name]
+        one = _changes(now, before.get(name))
+        two = _changes(second.get(name, []), now)
+        still = sum((a*b).sum() for a,b in zip(one, two))
+        once = sum(a.square().sum() for a in one)
+        return float(still/once) if once else 0.
+    return max(0., *map(share, names))
 
 def _hides_infinity(learn, pred, reference):
     "Are predictions infinite where fp32's are not, and the loss finite in spite of it? If not, it shows them itself"
@@ -113,11 +124,11 @@ def far_from(
     reference, # In fp32
     before:dict, # As for `lost`
     others:list=(), # Predictions of fp32 for other batches of one sample, if this is one
-    twice=None # As for `lost`
+    carries:bool=True # Does it matter what goes to the next batch?
 ) -> Far: # With an infinite `rise` if it is wrong whatever the loss is
     "Find how far predictions are from fp32's, and what the loss makes of it"
     if _hides_infinity(learn, run.pred, reference.pred): return Far(rise=math.inf)
-    left = max(lost(run, reference, before, twice).values(), default=0.)
+    left = max(lost(run, reference, before).values(), default=0.) if carries else 0.
     if left>nothing.left: return Far(left=left)
     norms = distances(run.pred, reference.pred)
     if others: norms = _beside(norms, [*others, reference.pred])
