@@ -269,12 +269,14 @@ def _evidence(case, plain):
     far = case.far(plain)
     # calls show nothing that differs from sample to sample
     if case.others and far.exceeds(nothing): return 'harm'
+    if far.left>nothing.left or far.rise==math.inf: return 'harm'
     is_off = far.off>nothing.off
-    if far.rise>nothing.rise or far.left>nothing.left: return 'harm'
     most = min(far.off, nothing.off)/2
     of_few = share_off(plain.pred, case.fp32.pred, most)<_few
-    # farther off it may be chaos, of which a loss makes much, too
-    if not (is_off or of_few) and far.bend>nothing.bend: return 'harm'
+    if is_off or not of_few:
+        # farther off it may be chaos, of which a loss makes much, too
+        bend = 0. if is_off else far.bend
+        if far.rise>nothing.rise or bend>nothing.bend: return 'harm'
     # so many times as large or as small that it is not by chance; 0 in a validation
     norm = _norm(case, plain)
     reference = case.fp32.norm
