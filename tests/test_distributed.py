@@ -362,11 +362,12 @@ class Coarse(nn.Module):
     on = False
     def __init__(self, where): super().__init__(); self.where,self.mean = where,torch.full((16,), 9000.)
     def forward(self, x):
-        if not self.on or self.where!='carried' and (self.where=='valid')==self.training: return x
-        if self.where=='carried' and not self.training: return x+9000-self.mean
-        if self.where=='carried': self.mean = 0.99*self.mean+0.01*(x.detach()+9000).mean(0)
-        if self.where=='valid': return x+4000-4000
-        return logistic(x.sigmoid()) if self.where=='chaos' else x
+        if not self.on: return x
+        if self.where=='carried':
+            if not self.training: return x+9000-self.mean
+            self.mean = 0.99*self.mean+0.01*(x.detach()+9000).mean(0)
+        if self.where=='valid' and not self.training: return x+4000-4000
+        return logistic(x.sigmoid()) if self.where=='chaos' and self.training else x
 
 def logistic(h):
     for _ in range(12): h = 3.9*h*(1-h)

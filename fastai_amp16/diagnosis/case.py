@@ -11,7 +11,7 @@ from collections import defaultdict
 from contextlib import nullcontext,suppress
 from dataclasses import dataclass,replace
 from fastai.basics import *
-from .compare import Far,far_from,goes_on,has_become_infinite,lost,makers,nothing,where_bits_are_lost
+from .compare import Far,far_from,goes_on,has_become_infinite,makers,nothing,states_off,where_bits_are_lost
 from ..precision.comparable import comparable,eager
 from ..util.nested import cast_floats
 from ..precision.names import as_list
@@ -288,8 +288,8 @@ class Case:
 
     def lost(self, run:Recording): # A run in any precision
         "Find what goes to the next batch and changes otherwise than in fp32, and by how many steps, by name"
-        changes = lost(run, self.fp32, self.before)
-        return {name: off for name,off in changes.items() if off>nothing.left}
+        states = states_off(run, self.fp32, self.before)
+        return {name: off for name,off in states.items() if off>nothing.left}
 
     @functools.cached_property
     def before(self) -> dict:
@@ -301,7 +301,6 @@ class Case:
 
         Returns a recording with the predictions of fp32 as `pred`, and with `states`."""
         preds,states = [],[]
-        flags = [(m,m.training) for m in self.model.modules()]
         def again():
             with suppress(Left): self.f()
             preds.append(cast_floats(getattr(self.learn, 'pred', None)))
@@ -312,9 +311,7 @@ class Case:
             again()
             self.model.eval()
             again()
-        try: run = _record(replace(self, backward=False, f=f), False, plan)
-        finally:
-            for m,is_training in flags: m.training = is_training
+        run = _record(replace(self, backward=False, f=f), False, plan)
         run.pred = preds[_n_again:]
         run.states = states
         return run

@@ -263,20 +263,18 @@ def _misses_bits(half, far, vanish):
     matters = far.bend or 10*far.chance # a linear loss does not bend
     return matters>nothing.rise or is_learned_from(half)
 
-def _evidence(case, plain):
+def _evidence(case, plain, far):
     """Why it matters that half precision is off: for what the loss makes of it ('harm'), or for what is learned, since
     calls lose many bits at once ('bits'), or since gradients are much larger ('gradients'); '' if it does not matter"""
-    far = case.far(plain)
     # calls show nothing that differs from sample to sample
     if case.others and far.exceeds(nothing): return 'harm'
     if far.left>nothing.left or far.rise==math.inf: return 'harm'
     is_off = far.off>nothing.off
     most = min(far.off, nothing.off)/2
     of_few = share_off(plain.pred, case.fp32.pred, most)<_few
-    if is_off or not of_few:
-        # farther off it may be chaos, of which a loss makes much, too
-        bend = 0. if is_off else far.bend
-        if far.rise>nothing.rise or bend>nothing.bend: return 'harm'
+    # farther off it may be chaos, of which a loss makes much, too
+    suffers = far.rise>nothing.rise or not is_off and far.bend>nothing.bend
+    if suffers and (is_off or not of_few): return 'harm'
     # so many times as large or as small that it is not by chance; 0 in a validation
     norm = _norm(case, plain)
     reference = case.fp32.norm
@@ -293,7 +291,8 @@ def _is_silently_wrong(case, plain):
     if some(case.spoilt(plain)): return True
     changed = case.lost(plain)
     if some(changed): case.carries = some(case.off_later(changed)>_later)
-    ranks = case.ranks.gather((_evidence(case, plain),*case.far(plain)))
+    mine = case.far(plain)
+    ranks = case.ranks.gather((_evidence(case, plain, mine),*mine))
     evidence,*far = zip(*ranks)
     case.evidence = max(evidence, key=('','gradients','bits','harm').index)
     if not case.evidence: return False
