@@ -109,7 +109,7 @@ def test_where_there_is_room_for_the_batch_alone_nothing_is_compared(to, dtype, 
 def too_small(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
 
 @both
-@pytest.mark.parametrize('where', ['distances','deviation','loss_change','_same_infinities','lost','sampled','AllNoted'])
+@pytest.mark.parametrize('where', ['distances','deviation','loss_change','_same_infinities','states_off','sampled','AllNoted'])
 def test_wherever_memory_is_too_small(where, to, dtype, monkeypatch, recwarn):
     "In what differs, the loss on predictions or the notes: the fit ends as without the comparison"
     ends = []
