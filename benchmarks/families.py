@@ -36,7 +36,7 @@ def pinball(q): return lambda p,t: torch.maximum(q*(t-p), (q-1)*(t-p)).mean()
 
 class Program:
     "Draws what is left open: `model` and `data` are functions without arguments, `at` names what is at fault"
-    def __init__(self, d, model, data, at=None, loss=None, lr=1., steps=(40,120), opt=None, bs=None, in_order=False, ends=True):
+    def __init__(self, d, model, data, at=None, loss=None, lr=1., steps=(40,100), opt=None, bs=None, in_order=False, ends=True):
         self.model,self.data,self.at,self.in_order = model,data,at,in_order
         self.loss_name = 'own' if loss else d.choice([*losses])
         self.loss = loss or losses[self.loss_name](d)
@@ -44,17 +44,19 @@ class Program:
         self.opt,by = opts[self.opt_name]
         self.lr,self.bs = lr*by*d.log(3e-3, 2e-2),bs or d.choice([16,32,64])
         self.seed = d.randint(0, 10**6)
-        self.epochs = max(2, round(d.log(*steps)*self.bs/(n_samples*2//3)))
+        self.epochs = max(1, round(d.log(*steps)*self.bs/(n_samples*2//3)))
         self.end = d.choice(['fit']*8+['validate','get_preds']) if ends else 'fit' # the last two after a fit in fp32
 
     def learner(self):
         set_seed(self.seed, reproducible=True)
-        *xs,y = self.data()
-        n = len(y)*2//3
-        items = list(zip(*xs, y))
-        loaders = DataLoader(items[:n], bs=self.bs, shuffle=not self.in_order, drop_last=True),DataLoader(items[n:], bs=n_samples)
-        dls = DataLoaders(*loaders, device=default_device())
-        dls.n_inp = len(xs)
+        ts = self.data()
+        n = len(ts[0])*2//3
+        def loader(samples, **kwargs):
+            def batch(i): return tuple(t[samples][i] for t in ts)
+            return DataLoader(range(len(ts[0][samples])), create_batch=batch, **kwargs)
+        train = loader(slice(n), bs=self.bs, shuffle=not self.in_order, drop_last=True)
+        dls = DataLoaders(train, loader(slice(n, None), bs=n_samples), device=default_device())
+        dls.n_inp = len(ts)-1
         return Learner(dls, self.model().to(default_device()), self.loss, self.opt, lr=self.lr)
 
 def body(d, ni, no, norms=(None,None,'layer','batch')):
@@ -124,7 +126,7 @@ def learned_angles(d):
     def data():
         t = 2*torch.rand(n_samples, 1)
         return t,1.4*torch.sin(w*t+at)
-    return Program(d, model, data, 'angles', lr=.15, steps=(80,160))
+    return Program(d, model, data, 'angles', lr=.15, steps=(70,120))
 
 def random_fourier(d):
     "A frozen layer of random Fourier features"
@@ -615,7 +617,7 @@ def few_per_statistic(d):
     ni,w = d.randint(4, 12),d.choice([8,16])
     norm = d.choice([lambda: nn.BatchNorm1d(w),lambda: nn.GroupNorm(w//2, w),lambda: nn.LayerNorm(w)])
     def model(): return nn.Sequential(nn.Linear(ni, w), norm(), nn.ReLU(), nn.Linear(w, 1))
-    return healthily(d, ni, model, bs=d.choice([2,4,8]), steps=(60,200))
+    return healthily(d, ni, model, bs=d.choice([2,4,8]), steps=(60,120))
 
 def sparse(d):
     "Most targets are 0"
@@ -696,7 +698,7 @@ def transformer(d):
     def model():
         layer = nn.TransformerEncoderLayer(w, h, 2*w, p, batch_first=True, norm_first=True)
         return Own(lambda m,x: m.head(m.enc(m.emb(x)).mean(1)), emb=nn.Embedding(20, w), enc=layer, head=nn.Linear(w, c))
-    return healthily(d, n, model, data=data, loss=F.cross_entropy)
+    return healthily(d, n, model, data=data, loss=F.cross_entropy, steps=(30,60))
 
 def convs(d):
     c,w,norm,std = d.choice([3,4]),d.choice([8,16]),d.chance(.6),d.choice([.5,1.])
@@ -718,7 +720,7 @@ def ensemble(d):
 
 def own_state(d):
     "Moving statistics or means of features that a module keeps by itself, or a spectral norm"
-    ni,w,depth,gain = d.randint(4, 12),d.choice([16,32]),d.randint(1, 10),d.log(.5, 4)
+    ni,w,depth,gain = d.randint(4, 12),d.choice([16,32]),d.whole(1, 8),d.log(.5, 4)
     kind,keep = d.choice(['norm','mean','spectral']),d.choice([.5,.9,.99])
     def norm(m, x):
         mean,var = m.mean,m.var

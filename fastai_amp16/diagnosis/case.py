@@ -286,8 +286,8 @@ class Case:
         "How far predictions are from those in fp32"
         return far_from(self.learn, run, self.fp32, self.before, self.others, self.carries)
 
-    def lost(self, run:Recording): # A run in any precision
-        "Find what goes to the next batch and changes otherwise than in fp32, and by how many steps, by name"
+    def states_off(self, run:Recording): # A run in any precision
+        "By how many steps of half precision the change of what goes to the next batch is off, by name"
         states = states_off(run, self.fp32, self.before)
         return {name: off for name,off in states.items() if off>nothing.left}
 

@@ -89,7 +89,7 @@ def states_off(
     reference, # In fp32
     before:dict # What modules carried to the batch
 ) -> dict: # By name
-    "By how many of half precision's steps it is off how a batch changes what modules carry to the next one"
+    "How far off the change of what modules carry to the next batch is, in steps of half precision"
     res = {}
     for name,ts in reference.left.items():
         is_infinite = has_become_infinite(run.left.get(name, []), ts)

@@ -196,7 +196,7 @@ def _norm(case, plain):
 
 def _how_far_off(case, plain):
     "What is wrong, and by how much: what goes to the next batch (its names), predictions or gradients"
-    changes = case.lost(plain)
+    changes = case.states_off(plain)
     eps = torch.finfo(case.dtype).eps
     if changes: return [*changes],eps*max(changes.values())
     if has_become_infinite(plain.pred, case.fp32.pred): return 'infinities',math.inf
@@ -289,7 +289,7 @@ def _is_silently_wrong(case, plain):
     "May half precision be wrong on any rank though everything is finite?"
     some = case.ranks.any
     if some(case.spoilt(plain)): return True
-    changed = case.lost(plain)
+    changed = case.states_off(plain)
     if some(changed): case.carries = some(case.off_later(changed)>_later)
     mine = case.far(plain)
     ranks = case.ranks.gather((_evidence(case, plain, mine),*mine))
