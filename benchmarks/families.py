@@ -242,7 +242,7 @@ def distances(d):
 
 def temperature(d):
     "Cosines, by a low temperature"
-    ni,c,level = d.randint(4, 16),d.randint(3, 6),d.log(10, 60)
+    ni,c,level = d.randint(4, 16),d.randint(3, 6),d.log(20, 150)
     protos,data = clusters(level, ni, c)
     t = 1/level**2*d.log(.5, 3)
     def forward(m, x): return F.normalize(m.inp(x), dim=1)@F.normalize(m.proto, dim=1).T/t
@@ -295,7 +295,7 @@ def forecast(d):
     def model(): return Own(forward, level=lin(1, 1, [[1.]], 0., trained), f=net())
     return Program(d, model, series(d, ni, no, level, std, d.uniform(.3, 1.)), 'level', lr=.3 if trained else 1.)
 
-class LevelNorm(nn.Module):
+class Around(nn.Module):
     "Takes a level away, and puts it back in the precision of what it gets"
     def __init__(self, level):
         super().__init__()
@@ -308,7 +308,7 @@ def denormalized(d):
     def data():
         x,y = plain(d, ni, no)()
         return level+x,level+std*y
-    return Program(d, lambda: Own(lambda m,x: m.rev(m.body(m.rev(x)), True), rev=LevelNorm(level), body=net()), data, 'rev')
+    return Program(d, lambda: Own(lambda m,x: m.rev(m.body(m.rev(x)), True), rev=Around(level), body=net()), data, 'rev')
 
 def bias_at_level(d):
     "Targets around a level, which a bias holds"
@@ -459,16 +459,9 @@ def later(d):
     def model(): return Own(lambda m,x: m.body(differences(m.inp(x))/std), inp=passes(ni), body=net())
     return Program(d, model, data, 'inp', in_order=kind=='curriculum', ends=False)
 
-def steep(d):
-    "Gradients that are far too large, where half precision rounds an argument to 0"
-    ni,by = d.randint(4, 12),d.log(1e4, 3e5)
-    net = body(d, ni, 8, (None,))
-    def forward(m, x): return m.head(torch.cat([m.a(x), .1*(m.b(x)*by).tanh()], 1))
-    return Program(d, lambda: Own(forward, a=net(), b=nn.Linear(ni, 8), head=nn.Linear(16, 1)), plain(d, ni), 'b', ends=False)
-
 wrong = [given_angles, learned_angles, random_fourier, time_stamps, rotary, ids, centering, returns, variance, distances, temperature,
          raw_inputs, images, forecast, denormalized, bias_at_level, logits_at_level, outlier, own_rms, growing_gain, small_head,
-         running_sum, counts, moving_average, boxes, interpolation, later, steep]
+         running_sum, counts, moving_average, boxes, interpolation, later]
 
 # %% healthy
 def healthily(d, ni, model, no=1, c=0, data=None, loss=None, steps=(30,90), **kwargs):
