@@ -286,6 +286,29 @@ def test_nothing_is_said_of_what_rounding_explains(name, to, dtype):
         mp = fit(getattr(learner(inputs, targets, model, **dict(*kwargs)), to)(), 3).mixed_precision
     assert not mp.promoted and not mp.reports and mp.n_skipped==0
 
+class Tie(Callback):
+    "In one sample of these batches, half precision cannot tell the two largest inputs apart"
+    def __init__(self, at): self.at = at
+    def before_batch(self):
+        if not self.training or self.train_iter not in self.at: return
+        x = self.xb[0].clone()
+        x[x[:,0].argmax()] = torch.tensor([3.0001,3.,*[0.]*6])
+        self.learn.xb = x,
+def first_or_not(n):
+    x = torch.randn(n, 8)
+    x[:,0] = 5.*torch.randn(n).sign()
+    return x
+def not_first(x): return 16.*(x[:,:1]<0)+torch.randn(len(x), 1)
+
+@both
+@pytest.mark.parametrize('at,promoted', [({0},[]),({7},[]),({0,39},[]),({0,7},['inp']),({7,39},['inp'])])
+def test_a_single_sample_off_must_be_seen_in_two_comparisons_running(at, promoted, to, dtype, recwarn):
+    "Batches 0, 7 and 39 are compared; where rounding decides by chance, it is another batch next time"
+    learn = learner(first_or_not, not_first, Whole, n=41*32, cbs=Tie(at))
+    mp = fit(getattr(learn, to)(), 1).mixed_precision
+    assert mp.promoted==promoted
+    assert len([w for w in recwarn if issubclass(w.category, PrecisionWarning)])==len(promoted)
+
 # %% random programs, others each week
 week = datetime.date.today().isocalendar().week
 

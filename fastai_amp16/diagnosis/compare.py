@@ -14,7 +14,7 @@ from ..precision.comparable import comparable,eager
 from ..util.nested import tensors
 from ..precision.plan import PrecisionPlan
 from ..util.torch_private import compiled,is_out_of_memory
-from .deviation import deviation,distances,loss_change,pairs,relative
+from .deviation import deviation,distances,few_are_off,loss_change,pairs,relative
 from .measure import sampled
 from .record import Recording
 from ..train.snapshot import AllNoted,ModelState,unchanged
@@ -34,6 +34,14 @@ class Far(NamedTuple):
     ) -> bool:
         "Is anything farther off than that?"
         return any(map(operator.gt, self, limits))
+
+    def is_of_few(self,
+        pred, # Predictions so far from fp32's
+        reference # These
+    ) -> bool:
+        "Are they off in a few samples only, as where rounding decides between two largest values?"
+        most = min(self.off, nothing.off)/2
+        return few_are_off(pred, reference, most)
 
     def times(self,
         n:float # A factor
@@ -256,6 +264,7 @@ class Comparison:
         self.n_vain = 0 # diagnoses that found nothing
         self.n_waits = 0 # comparisons until the next one
         self.in_vain = nothing # what is farther off is another fault than they were made for
+        self.of_few = False # were predictions off in a few samples only in the last comparison?
 
     def begin_fit(self):
         "Compare the first step"
@@ -287,10 +296,16 @@ class Comparison:
         self.n_vain += 1
         self.n_waits = 2**self.n_vain
 
-    def _is_doubtful(self, far):
-        "Should a diagnosis look for a fault? Not again, unless it has become worse or is long ago"
+    def _is_doubtful(self, far, half, fp32):
+        """Should a diagnosis look for a fault?
+
+        Not of a few samples, unless there were some in the last comparison, too: rounding decides on others each time.
+        Not again, unless it has become worse or is long ago."""
         self.seen = far
+        were_few,self.of_few = self.of_few,False
         if not far.exceeds(nothing): return False
+        self.of_few = far.is_of_few(half.pred, fp32.pred)
+        if self.of_few>were_few: return False
         self.n_waits -= 1
         return self.n_waits<0 or far.exceeds(self.in_vain)
 
@@ -299,7 +314,7 @@ class Comparison:
         is_validation = not beside.learn.training
         if is_validation and _same_infinities(half.pred, fp32.pred): beside.state.infinity_is_fault = False
         self._note_item(fp32.pred if is_validation else None)
-        return self._is_doubtful(beside.far(half, fp32, self.others))
+        return self._is_doubtful(beside.far(half, fp32, self.others), half, fp32)
 
     def _note_item(self, pred):
         "Note the prediction for one sample"

@@ -15,7 +15,6 @@ from .record import Frame,Recording
 from .compare import Far,has_become_infinite,is_learned_from,less,nothing,where_bits_are_lost
 from .case import Case,faults
 from .remedy import Reason,Remedy,least_in_fp32
-from .deviation import share_off
 from ..train.decide import are_too_large
 
 # %% ../../nbs/diagnosis/07_verdict.ipynb #d585bc3e
@@ -252,7 +251,6 @@ def _fault(case, plain, remedy):
 _tiny = 1e-5 # of the loss, for what is as far off as fp32's predictions differ from sample to sample
 _share = 0.3 # of the layers: a fault is in a smaller part
 _later = 0.05 # as far off predictions may become by what goes from batch to batch: they are not rounded themselves
-_few = 0.1 # of the samples: so many may lie where rounding decides, as between two largest values
 
 def _misses_bits(half, far, vanish):
     "Do calls lose many bits at once that are learned from, or would be if gradients did not `vanish`?"
@@ -270,8 +268,7 @@ def _evidence(case, plain, far):
     if case.others and far.exceeds(nothing): return 'harm'
     if far.left>nothing.left or far.rise==math.inf: return 'harm'
     is_off = far.off>nothing.off
-    most = min(far.off, nothing.off)/2
-    of_few = share_off(plain.pred, case.fp32.pred, most)<_few
+    of_few = far.is_of_few(plain.pred, case.fp32.pred)
     # farther off it may be chaos, of which a loss makes much, too
     suffers = far.rise>nothing.rise or not is_off and far.bend>nothing.bend
     if suffers and (is_off or not of_few): return 'harm'
