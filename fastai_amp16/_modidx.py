@@ -680,6 +680,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastai_amp16/diagnosis/verdict.py'),
                                                 'fastai_amp16.diagnosis.verdict._is_usable': ( 'diagnosis/verdict.html#_is_usable',
                                                                                                'fastai_amp16/diagnosis/verdict.py'),
+                                                'fastai_amp16.diagnosis.verdict._judge_scale': ( 'diagnosis/verdict.html#_judge_scale',
+                                                                                                 'fastai_amp16/diagnosis/verdict.py'),
                                                 'fastai_amp16.diagnosis.verdict._misses_bits': ( 'diagnosis/verdict.html#_misses_bits',
                                                                                                  'fastai_amp16/diagnosis/verdict.py'),
                                                 'fastai_amp16.diagnosis.verdict._n_layers': ( 'diagnosis/verdict.html#_n_layers',

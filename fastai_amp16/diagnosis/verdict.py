@@ -237,6 +237,7 @@ def _name_call(res, r):
 
 def _fault(case, plain, remedy):
     "The `Fault` that `remedy` is for"
+    if case.fits(plain): return Healthy(elsewhere=True)
     why = _reasons(case, remedy)
     if not why: return Healthy(elsewhere=True)
     needed = [o for o,_ in why if o is not None]
@@ -248,7 +249,7 @@ def _fault(case, plain, remedy):
     elif res.spoilt or res.off: res.phase = 'forward'
     return res
 
-_tiny = 1e-5 # of the loss, for what is as far off as fp32's predictions differ from sample to sample
+_tiny = 2e-4 # of the loss, for what is as far off as fp32's predictions differ from sample to sample
 _share = 0.3 # of the layers: a fault is in a smaller part
 _later = 0.05 # as far off predictions may become by what goes from batch to batch: they are not rounded themselves
 
@@ -318,6 +319,16 @@ def _is_sensitive(case, plain, remedy):
     if case.ranks.any(in_forward or not is_finite): return False
     return remedy is None or not _is_small(case, remedy)
 
+def _judge_scale(case, plain, fits):
+    "Decide on a batch in which everything is finite at the loss scale `fits`, but may be wrong"
+    case.silent = _is_silently_wrong(case, plain)
+    if case.silent:
+        remedy = least_in_fp32(case)
+        if not _is_sensitive(case, plain, remedy): return _fault(case, plain, remedy)
+        case.silent = False
+    if fits>=case.scale: return Healthy() # unchanged: the fault comes and goes
+    return Healthy(elsewhere=True) if case.fits(plain) else HighScale(fits)
+
 def judge(
     case:Case # A batch that is finite in fp32
 ): # `Healthy`, `HighScale` or `Fault`
@@ -333,9 +344,5 @@ def judge(
     if ranks.all(case.fits(plain)): return Healthy()
     remedy = least_in_fp32(case)
     if _is_sensitive(case, plain, remedy): return Healthy()
-    if remedy and not remedy.promoted: # everything is finite at that scale, but may be wrong
-        case.silent = _is_silently_wrong(case, plain)
-        if case.silent: remedy = least_in_fp32(case)
-        elif remedy.scale>=case.scale: return Healthy() # it fits unchanged: the fault comes and goes
-        elif not case.fits(plain): return HighScale(remedy.scale)
-    return Healthy(elsewhere=True) if case.fits(plain) else _fault(case, plain, remedy)
+    if remedy and not remedy.promoted: return _judge_scale(case, plain, remedy.scale)
+    return _fault(case, plain, remedy)
