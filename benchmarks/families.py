@@ -459,9 +459,16 @@ def later(d):
     def model(): return Own(lambda m,x: m.body(differences(m.inp(x))/std), inp=passes(ni), body=net())
     return Program(d, model, data, 'inp', in_order=kind=='curriculum', ends=False)
 
+def steep(d):
+    "Gradients that are far too large, where half precision rounds an argument to 0"
+    ni,by = d.randint(4, 12),d.log(1e4, 3e5)
+    net = body(d, ni, 8, (None,))
+    def forward(m, x): return m.head(torch.cat([m.a(x), .1*(m.b(x)*by).tanh()], 1))
+    return Program(d, lambda: Own(forward, a=net(), b=nn.Linear(ni, 8), head=nn.Linear(16, 1)), plain(d, ni), 'b', ends=False)
+
 wrong = [given_angles, learned_angles, random_fourier, time_stamps, rotary, ids, centering, returns, variance, distances, temperature,
          raw_inputs, images, forecast, denormalized, bias_at_level, logits_at_level, outlier, own_rms, growing_gain, small_head,
-         running_sum, counts, moving_average, boxes, interpolation, later]
+         running_sum, counts, moving_average, boxes, interpolation, later, steep]
 
 # %% healthy
 def healthily(d, ni, model, no=1, c=0, data=None, loss=None, steps=(30,90), **kwargs):

@@ -176,8 +176,8 @@ def _silent():
 
 {silent.table(rows)}
 
-The programs are small and drawn at random from {len(silent.kinds['wrong'])} families of wrong ones and
-{len(silent.kinds['healthy'])} of healthy ones ([families.py](families.py)): level, frequency, scale, width, depth,
+The programs are small and drawn at random from {silent.n_families(rows, 'wrong')} families of wrong ones and
+{silent.n_families(rows, 'healthy')} of healthy ones ([families.py](families.py)): level, frequency, scale, width, depth,
 activation, norm, batch size, optimizer, learning rate, loss and the moment when a fault begins. They are trained with `fit_one_cycle`,
 most of them for 30 to 100 steps. One counts as wrong if plain half precision ends with more than {silent.is_wrong} times
 the loss of fp32, and within {silent.is_mended} with the part at fault in fp32. It is as it should be if

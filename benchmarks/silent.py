@@ -147,6 +147,10 @@ def rates(rows):
         return sum(r[k]['ok'] for r in rs),len(rs)
     return {kind: {o: rate(kind, *o) for o in columns} for kind in kinds}
 
+def n_families(rows, kind):
+    "How many families the programs of this kind are from"
+    return len({r['family'] for r in rows if r['kind']==kind and 'family' in r})
+
 def claim(rows):
     "The rates in a sentence"
     def least(kind): return min(ok/n for ok,n in rates(rows)[kind].values() if n)
