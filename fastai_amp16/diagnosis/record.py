@@ -126,13 +126,13 @@ class Mender:
         return None if place.in_any_call in self.intended_grads else _finite(grad)
 
 # %% ../../nbs/diagnosis/02_record.ipynb #5d43a7a2
-# operations that overwrite numbers without reading them: memory from `torch.empty` may hold anything
+# operations that overwrite numbers without reading them
 _writes = {'bernoulli_','normal_','uniform_','random_','exponential_',
            'fill_','zero_','copy_','__setitem__'}
 _with_cast_weights = nn.Linear,nn.MultiheadAttention,*convs
 _harmless = {'get','set','detach','requires_grad','backward'} # operations that compute nothing
 
-def _computes(name): return name not in _harmless and not re.search('empty|resize', name)
+def _computes(name): return name not in _harmless and 'resize' not in name
 
 def _is_ours(f):
     "Is this frame of Python in code of this package? The demo's models are the user's, so to speak"
@@ -344,6 +344,10 @@ class Recording(TorchFunctionMode):
         # the forward pass would raise this at its end, where no module is known any more
         if name=='set' and _makes_half(*args): raise TypeError(no_half_masters)
         if not _computes(name): return func(*args, **kwargs)
+        if 'empty' in name: # memory that nobody has written may hold anything, and parts of it may be taken to write to
+            res = func(*args, **kwargs)
+            res.detach().zero_()
+            return res
         read = args[func.__name__ in _writes:]
         self._enter(f.name, (read,kwargs), f.module, name)
         res = func(*args, **kwargs)

@@ -12,7 +12,7 @@ from ..util.nested import replace,tensors
 from ..precision.names import covers
 from ..precision.plan import is_norm
 from .record import Frame,Recording
-from .compare import Far,has_become_infinite,is_learned_from,less,nothing,where_bits_are_lost
+from .compare import Far,has_become_infinite,is_learned_from,left_over,less,nothing,where_bits_are_lost
 from .case import Case,faults
 from .remedy import Reason,Remedy,least_in_fp32
 from ..train.decide import are_too_large
@@ -298,7 +298,7 @@ def _is_silently_wrong(case, plain):
     if some(case.is_wrong(again)): return False # which proves nothing
     def largest(ns):
         return max(filter(math.isfinite, ns), default=0.)
-    case.limits = Far(*map(largest, far)).times(less)
+    case.limits = Far(*map(largest, far)).times(left_over)
     return True
 
 def _n_layers(modules):
