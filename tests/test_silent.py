@@ -162,6 +162,9 @@ def largest(h): return h*(h>=h.topk(4, 1).values[:,-1:])
 def classes(x): return (x[:,0]>0).long()+(x[:,1]>0).long()
 def signs(x): return product(x).sign()
 def hinge(p, t): return F.relu(1-100*p*t.sign()).mean()+F.mse_loss(p, p.detach())
+def normed(n):
+    blocks = [m for _ in range(n) for m in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU())]
+    return nn.Sequential(nn.Linear(8, 16), *blocks, nn.Linear(16, 3))
 class Siren(nn.Module):
     def __init__(self, w=30.):
         super().__init__()
@@ -263,6 +266,7 @@ healthy = { # inputs, targets, model, and other arguments of the learner
     'nearly equal': (nearly_equal, product, Hardest, dict(bs=64, n=960)), 'the four largest': (xs, product, lambda: Again(largest, 1)),
     'batch norm of two': (xs, product, lambda: nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)), dict(bs=2, n=32)),
+    'many batch norms of four': (xs, classes, lambda: normed(20), dict(loss_func=F.cross_entropy, bs=4, n=32)),
     'batch norm of a batch norm': (xs, product, Branches),
     'batch norm at the end': (xs, product, lambda: nn.Sequential(mlp(8), nn.BatchNorm1d(1)), dict(bs=4, n=32)),
     'an easy fit': (xs, lambda x: x[:,:1]/2, lambda: nn.Linear(8, 1), dict(lr=0.1, n=960)),
@@ -408,11 +412,13 @@ def test_found_in_a_validation():
     mp = learn.mixed_precision
     assert mp.promoted and not mp.history.reruns.any() and deviation(predictions(learn), predictions(fp32))<0.2
 
-@pytest.mark.parametrize('name', ['argmax','chaotic','outputs near 0'])
-def test_the_doctor_says_nothing_of_rounding(name):
-    inputs,targets,model,*kwargs = healthy[name]
-    learn = learner(inputs, targets, model, **(kwargs[0] if kwargs else {})).to_bf16_dynamic()
-    assert not [o for o in learn.fp16_doctor() if o.severity!='info']
+@pytest.mark.parametrize('to,kwargs', [('to_bf16_dynamic',{}), ('to_fp16_dynamic',dict(init_scale=2.**24))], ids=['bf16','high scale'])
+@pytest.mark.parametrize('name', ['argmax','chaotic','outputs near 0','many batch norms of four'])
+def test_the_doctor_says_nothing_of_rounding(name, to, kwargs):
+    "Whether the loss scale must fall first or not"
+    inputs,targets,model,*others = healthy[name]
+    learn = getattr(learner(inputs, targets, model, **dict(*others)), to)(**kwargs)
+    assert not [o for o in learn.fp16_doctor() if o.severity!='info' and o.module is not None]
 
 def test_a_healthy_fit_makes_few_forward_passes_more():
     "Of 100 steps and four validations"
