@@ -290,6 +290,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'fastai_amp16/diagnosis/compare.py'),
                                                 'fastai_amp16.diagnosis.compare._made_from': ( 'diagnosis/compare.html#_made_from',
                                                                                                'fastai_amp16/diagnosis/compare.py'),
+                                                'fastai_amp16.diagnosis.compare._makes_steps': ( 'diagnosis/compare.html#_makes_steps',
+                                                                                                 'fastai_amp16/diagnosis/compare.py'),
                                                 'fastai_amp16.diagnosis.compare._off_by': ( 'diagnosis/compare.html#_off_by',
                                                                                             'fastai_amp16/diagnosis/compare.py'),
                                                 'fastai_amp16.diagnosis.compare._random_states': ( 'diagnosis/compare.html#_random_states',

@@ -143,17 +143,21 @@ def _made_from(s):
 
 def _largest(seen): return max((s.off for s in seen), default=0.)
 
+def _makes_steps(f):
+    "Does the call make many steps, in which chaos may grow?"
+    return isinstance(f.module, nn.RNNBase)
+
 def _before(seen, n):
     "How far off tensors are, or what they were made from, at most `n` calls before, where that is less"
-    def least(s): return min(s.off, _before(_made_from(s), n-1)) if n else s.off
+    def least(s):
+        if n==0 or _makes_steps(s.calls[0][0]): return s.off
+        return min(s.off, _before(_made_from(s), n-1))
     return max(map(least, seen), default=0.)
 
 def _loses_bits(f, s, eps):
     "Does the call lose bits of what it makes at once?"
     is_new = s.calls[0][0] is f
-    if not is_new: return False
-    # one call makes many steps, in which chaos may grow
-    if isinstance(f.module, nn.RNNBase): return False
+    if not is_new or _makes_steps(f): return False
     before = _before(f.ins, _calls-1)
     return s.off>_times*max(eps, before)
 
