@@ -130,9 +130,8 @@ class Mender:
 _writes = {'bernoulli_','normal_','uniform_','random_','exponential_',
            'fill_','zero_','copy_','__setitem__'}
 _with_cast_weights = nn.Linear,nn.MultiheadAttention,*convs
-_harmless = {'get','set','detach','requires_grad','backward'} # operations that compute nothing
-
-def _computes(name): return name not in _harmless and 'resize' not in name
+# operations that compute nothing
+_harmless = {'get','set','detach','requires_grad','backward','resize','resize_as'}
 
 def _is_ours(f):
     "Is this frame of Python in code of this package? The demo's models are the user's, so to speak"
@@ -343,7 +342,7 @@ class Recording(TorchFunctionMode):
         if f is None or f.op or _is_ours(sys._getframe(1)): return func(*args, **kwargs)
         # the forward pass would raise this at its end, where no module is known any more
         if name=='set' and _makes_half(*args): raise TypeError(no_half_masters)
-        if not _computes(name): return func(*args, **kwargs)
+        if name in _harmless: return func(*args, **kwargs)
         if 'empty' in name: # memory that nobody has written may hold anything, and parts of it may be taken to write to
             res = func(*args, **kwargs)
             res.detach().zero_()

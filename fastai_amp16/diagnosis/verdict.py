@@ -12,7 +12,7 @@ from ..util.nested import replace,tensors
 from ..precision.names import covers
 from ..precision.plan import is_norm
 from .record import Frame,Recording
-from .compare import Far,has_become_infinite,is_learned_from,left_over,less,nothing,where_bits_are_lost
+from .compare import Far,has_become_infinite,is_learned_from,less,nothing,where_bits_are_lost
 from .case import Case,faults
 from .remedy import Reason,Remedy,least_in_fp32
 from ..train.decide import are_too_large
@@ -250,6 +250,7 @@ def _fault(case, plain, remedy):
     return res
 
 _tiny = 2e-4 # of the loss, for what is as far off as fp32's predictions differ from sample to sample
+_remains = 1/16 # what is at fault leaves no more if it stays in fp32; in chaos, any few layers may leave a quarter
 _share = 0.3 # of the layers: a fault is in a smaller part
 _later = 0.05 # as far off predictions may become by what goes from batch to batch: they are not rounded themselves
 
@@ -298,7 +299,7 @@ def _is_silently_wrong(case, plain):
     if some(case.is_wrong(again)): return False # which proves nothing
     def largest(ns):
         return max(filter(math.isfinite, ns), default=0.)
-    case.limits = Far(*map(largest, far)).times(left_over)
+    case.limits = Far(*map(largest, far)).times(_remains)
     return True
 
 def _n_layers(modules):
