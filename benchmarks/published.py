@@ -287,12 +287,15 @@ def row(name):
     f,fp32,plain = failures[name],fit(learner(name)),hostile.plain_fp16(learner(name), 1, failures[name].lr)[0]
     (mp,model,loss,healed,_),*_ = runs = [healing(name) for _ in range(3)]
     layers,reports,sets = weighted(model),[r for r in mp.reports if r.producer is not None],[least(name, o) for o in healed]
+    new = [p for o in healed for p in o['new']]
+    later = [p for p in mp.promoted if p not in new] # since the validation
+    enough = [p for _,keep in sets for p in keep]+later
     def is_it(r): return all(re.fullmatch(pattern, what or '') for pattern,what in zip(f.where, (r.producer,r.op)))
     return dict(name=name, link=f.link, says=f.says, plain=plain, fp32=fp32, loss=loss,
         distance=abs(loss/fp32-1), rounding=abs(rounding(name, mp.promoted)/fp32-1),
         named=any(map(is_it, reports)), reports=[dict(producer=r.producer, op=r.op, text=r.sentence, promoted=r.promoted) for r in reports],
         promoted=mp.promoted, spare=[p for spare,_ in sets for p in spare],
-        layers=len(layers), half=in_half(layers, mp.promoted), could_be=in_half(layers, [p for _,keep in sets for p in keep]),
+        layers=len(layers), half=in_half(layers, mp.promoted), could_be=in_half(layers, enough),
         pause=statistics.median(pause for *_,pause in runs), reruns=mp.n_rerun, skipped=mp.n_skipped, scale=mp.scaler.get_scale())
 
 # %% the result
@@ -325,7 +328,8 @@ def table(res):
         well,named,spare = ['yes' if o else 'no' for o in (ends(r),r['named'],not r['spare'])]
         far,alone = [f"{100*r[k]:.2g}%" for k in ('distance','rounding')]
         kept = f"{r['half']} of {r['layers']}"+f" ({r['could_be']} could)"*(r['could_be']>r['half'])
-        return (f"[{r['name']}]({r['link']})",says,plain,f'{well}, {far}',alone,f'{named}: {what}',kept,spare,
+        fault = f'{named}: {what}' if what else named
+        return (f"[{r['name']}]({r['link']})",says,plain,f'{well}, {far}',alone,fault,kept,spare,
                 f"{r['pause']:.0f}")
     head = ('model', 'published fault', 'with autocast and `GradScaler`', 'ends where fp32 ends?', 'distance by rounding alone',
             'is the fault named?', 'layers in half precision after healing', 'is every fp32 module needed?', 'pause, steps')

@@ -161,6 +161,7 @@ Where the rebuilt failure differs from the report:
 - transformers has no VAE of Stable Diffusion. The decoder of Janus, which has the same blocks, takes its place.
 - Two reports are not about timm's models: the one on `F.normalize`, which XCiT calls, and the one on MAGE's ViT-L.
 - Since the report, timm computes EfficientViT's attention in fp32. This is undone here.
+- Gemma 3's norms are in fp32 from the start, so its fault does not occur, and there is nothing to name.
 - For XCiT, the diagnosis names the layer that gets the large gradient of `F.normalize`, not the function.
 
 [published.py](published.py) has the details of each.
