@@ -287,9 +287,9 @@ def row(name):
     f,fp32,plain = failures[name],fit(learner(name)),hostile.plain_fp16(learner(name), 1, failures[name].lr)[0]
     (mp,model,loss,healed,_),*_ = runs = [healing(name) for _ in range(3)]
     layers,reports,sets = weighted(model),[r for r in mp.reports if r.producer is not None],[least(name, o) for o in healed]
-    new = [p for o in healed for p in o['new']]
-    later = [p for p in mp.promoted if p not in new] # since the validation
-    enough = [p for _,keep in sets for p in keep]+later
+    in_training = {p for o in healed for p in o['new']}
+    in_validation = [p for p in mp.promoted if p not in in_training]
+    enough = [p for _,keep in sets for p in keep]+in_validation
     def is_it(r): return all(re.fullmatch(pattern, what or '') for pattern,what in zip(f.where, (r.producer,r.op)))
     return dict(name=name, link=f.link, says=f.says, plain=plain, fp32=fp32, loss=loss,
         distance=abs(loss/fp32-1), rounding=abs(rounding(name, mp.promoted)/fp32-1),

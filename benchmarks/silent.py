@@ -153,8 +153,9 @@ def n_families(rows, kind):
 
 def claim(rows):
     "The rates in a sentence"
-    def least(kind): return min(ok/n for ok,n in rates(rows)[kind].values() if n)
-    def share(kind): return 'all' if least(kind)==1 else f'at least {least(kind):.1%}'
+    def share(kind):
+        least = min(ok/n for ok,n in rates(rows)[kind].values() if n)
+        return 'all' if least==1 else f'at least {least:.1%}'
     n = {kind: min(o[1] for o in rates(rows)[kind].values() if o[1]) for kind in kinds}
     return (f"Of at least {n['wrong']} random programs that half precision makes wrong without an infinity, {share('wrong')} "
             f"end as in fp32, with most layers in half precision; of at least {n['healthy']} healthy ones, {share('healthy')} "
