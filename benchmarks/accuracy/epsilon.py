@@ -1,0 +1,81 @@
+"Where whole trainings end with smaller eps of Adam's than 1e-4, in fp32 and in fp16, over the same seeds"
+import warnings
+from functools import partial
+import fastai
+from benchmarks.accuracy.trainings import trainings # first: it hides a warning of fastai's import
+from benchmarks.accuracy.convergence import difference,figures,run
+from benchmarks.shared import markdown
+from benchmarks.shared.machine import machine
+from benchmarks.shared.script import parser,store
+from fastai_amp16.all import AdamW16
+
+all_eps = (1e-4,1e-5,1e-8) # that of `AdamW16` is first
+precisions = ('to_fp32','to_fp16_dynamic')
+
+def written(eps): return f'{eps:.0e}'.replace('e-0', 'e-')
+
+def compare(name, seeds):
+    "A row for each precision and eps"
+    metric = trainings[name].make(0).metrics[0].name
+    def row(to, eps):
+        ends = [run(name, to, o, partial(AdamW16, eps=eps))['figures'] for o in range(seeds)]
+        return dict(training=name, metric=metric, precision=to, eps=eps, figures=ends)
+    return [row(to, eps) for to in precisions for eps in all_eps]
+
+def groups(res):
+    "The rows of each training in each precision, by eps"
+    by = {}
+    for r in res['rows']: by.setdefault((r['training'],r['precision']), []).append(r)
+    return by
+
+def counts(res):
+    "In how many of the trainings each other eps than the first is significantly better, and worse"
+    found = {(to,eps): [0,0] for to in precisions for eps in all_eps[1:]}
+    for (_,to),(base,*others) in groups(res).items():
+        for r in others:
+            mean,_,told = difference(r, base)
+            if told: found[to,r['eps']][mean<0] += 1
+    return [dict(precision=to, eps=eps, better=better, worse=worse) for (to,eps),(better,worse) in found.items()]
+
+def _cell(row, base):
+    f = figures(row)
+    if row is base: return f'{f.mean():.3f} ± {f.std():.3f}'
+    mean,error,told = difference(row, base)
+    bold = '**' if told else ''
+    return f'{bold}{mean:+.4f}{bold} ± {error:.4f}'
+
+def table(res):
+    "A Markdown table: with the first eps the metric, with each other one the difference from it"
+    first,*others = map(written, all_eps)
+    head = ['training','metric','precision',f'eps {first}',*(f'{o} instead' for o in others)]
+    def line(name, to, rows): return name,rows[0]['metric'],to.split('_')[1],*(_cell(r, rows[0]) for r in rows)
+    return markdown.table(head, (line(*o, rows) for o,rows in groups(res).items()), 'lllr')
+
+def section(res):
+    n = len(groups(res))//len(precisions)
+    def ends(o): return f"{o['better']} end better with {written(o['eps'])}, and {o['worse']} worse"
+    def with_eps(to): return '; '.join(ends(o) for o in res['counts'] if o['precision']==to)
+    return f"""### Adam's eps
+
+Of {n} whole trainings with `AdamW16`, compared with its eps of 1e-4, in fp16: {with_eps('to_fp16_dynamic')}.
+In fp32: {with_eps('to_fp32')}. All other differences may be chance.
+
+The trainings are those of [Whole trainings](#whole-trainings), {len(res['rows'][0]['figures'])} seeds each. A cell is the mean ± the
+standard deviation, or the mean of the paired differences ± its standard error; differences that are significant at 5% are bold (by chance,
+1 in 20 is). {res['machine']}, fastai {res['fastai']}.
+
+{table(res)}"""
+
+def main(args=None):
+    p = parser(__file__, __doc__, seeds=(5,'number of seeds, at least two'), only=(trainings,'which trainings'))
+    a = p.parse_args(args)
+    res = dict(machine=machine(), fastai=fastai.__version__, rows=[])
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        for name in a.only:
+            res['rows'] += compare(name, a.seeds)
+            print(table(dict(rows=res['rows'][-len(precisions)*len(all_eps):])), flush=True)
+    res['counts'] = counts(res)
+    store(res, a.out)
+
+if __name__=='__main__': main()
