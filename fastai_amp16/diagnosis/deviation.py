@@ -74,7 +74,7 @@ def few_are_off(
     reference, # The predictions as they should be
     most:float # How far off a sample may be, relative to how the reference differs from sample to sample
 ) -> bool: # `False` if there are many in any tensor, or none
-    "Is only one of several samples off, or a tenth of them?"
+    "Return whether only one of several samples is off, or a tenth of them"
     are_off = [d>most**2*spread.mean() for d,spread in starmap(_squares, pairs(pred, reference))]
     def are_few(is_off):
         n = len(is_off)

@@ -33,7 +33,7 @@ def _measured(f):
         if not f.op and s.value: yield 'gradient',s,s.grad
 
 def _is_half(f, column, half, in_fp32):
-    "Is this computed in half precision, as far as is known?"
+    "Return whether this is computed in half precision, as far as is known"
     if half and half.half: return True
     return column!='weight_grad' and f.module not in in_fp32
 

@@ -90,7 +90,7 @@ def _verdict(reports, failed, named):
     return Verdict.unhealed if named else Verdict.fine
 
 def _names_a_fault(case, r):
-    "Is there something to report? A validation tells of half precision only"
+    "Return whether there is something to report; a validation reports on half precision only"
     if r is None or r.verdict=='healthy': return False
     return case.backward or not r.fp32_fails
 
@@ -165,7 +165,7 @@ def after(
 # %% ../../nbs/diagnosis/11_healing.ipynb #b4ca1fc3
 def case_of(
     mp, # A `DynamicMixedPrecision` with a step
-    tell=noop # Function to call before each run
+    before_run=noop # Function to call before each run
 ) -> Case:
     "A `Case` of the batches of the current step"
     s = mp.scaler
@@ -182,7 +182,7 @@ def case_of(
         silent=step.silent,
         lr=mp.log.last_lr,
         others=mp.comparison.others,
-        tell=tell)
+        before_run=before_run)
 
 def heal(
     mp # A `DynamicMixedPrecision` with a step that half precision cannot hold
@@ -202,7 +202,7 @@ def heal(
     if d.verdict is Verdict.fine and d.silent: mp.comparison.found_nothing()
     elif d.verdict is Verdict.fine and what is not None: # fp32 has this infinity, too
         step.batches.model_state.infinity_is_fault = False
-    _tell(mp, d, named, what)
+    _warn(mp, d, named, what)
     step.silent,step.error = False,None
     if what is None:
         try: raise d.error
@@ -230,7 +230,7 @@ def _promote(mp, d):
         if is_late: r.done += " Training so far may have had the same error."
         r.remedy = f"To start that way: {code}."
 
-def _tell(mp, d, named, what):
+def _warn(mp, d, named, what):
     "Warn of what was found and done, or raise `FloatingPointError` with `on_spiral='raise'`"
     kind = mp.amp_mode.value
     if d.verdict is Verdict.gone and what is Next.again: mp.say_once(not_reproducible.format(kind))

@@ -71,13 +71,13 @@ _rows,_per_row = 64,64 # the most numbers of a tensor that are kept
 def has_numbers(
     t:Tensor # Any tensor
 ) -> bool:
-    "Can `t` be looked at? Nested tensors and those inside `torch.func` cannot"
+    "Return whether `t` can be looked at, unlike nested tensors and those inside `torch.func`"
     return not (t.is_nested or is_functorch_wrapped(t))
 
 def is_plain(
     t:Tensor # Any tensor
 ) -> bool:
-    "Is `t` a dense tensor of floating point numbers?"
+    "Return whether `t` is a dense tensor of floating point numbers"
     return has_numbers(t) and t.layout==torch.strided and t.is_floating_point()
 
 def sample(

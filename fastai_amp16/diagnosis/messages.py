@@ -27,7 +27,7 @@ class PrecisionWarning(UserWarning):
 _walked_through = 'fastai_amp16','fastai','fastcore','torch'
 
 def _origin(frame):
-    "Whose code runs in `frame`? 'ours', that of a 'package', of 'python' or of the 'user'"
+    "Return whose code runs in `frame`: 'ours', that of a 'package', of 'python' or of the 'user'"
     if frame.f_globals.get('__name__', '').split('.')[0] in _walked_through: return 'ours'
     file = frame.f_code.co_filename
     if file.startswith('<frozen '): return 'python' # such as `runpy`
@@ -148,11 +148,11 @@ def showing(
     "Let fastai's progress bar show that a diagnosis is going on"
     bar = getattr(vars(learn).get('progress'), 'pbar', None)
     runs = itertools.count(1)
-    def tell():
+    def show():
         if bar is None or bar.last_v is None: return
         bar.comment = f'overflow: finding out why, run {next(runs)}'
         bar.update_bar(bar.last_v)
-    return tell
+    return show
 
 bare_step = ("Your training step changed weights without fastai's events, so its loss was not scaled, and an overflow "
              'goes unnoticed. Call `self._do_grad_opt()`, or `learn._do_grad_opt()` in a callback, in place of '

@@ -36,7 +36,7 @@ class PrecisionReport:
 
     @property
     def fp32_fails(self) -> bool:
-        "Is fp32 unable to learn from the batch, too?"
+        "Whether fp32 is unable to learn from the batch, too"
         return self.verdict in ('weights','data','divergence')
 
     @property

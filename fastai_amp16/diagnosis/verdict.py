@@ -12,9 +12,9 @@ from ..util.nested import replace,tensors
 from ..precision.names import covers
 from ..precision.plan import is_norm
 from .record import Frame,Recording
-from .compare import Far,has_become_infinite,is_learned_from,less,nothing,where_bits_are_lost
+from .compare import Far,has_become_infinite,less,nothing
 from .case import Case,faults
-from .remedy import Reason,Remedy,least_in_fp32
+from .remedy import Found,Remedy,least_in_fp32
 from ..train.decide import are_too_large
 
 # %% ../../nbs/diagnosis/07_verdict.ipynb #d585bc3e
@@ -47,7 +47,7 @@ class Divergence:
 
     @property
     def has_exploded(self) -> bool:
-        "Do numbers go in that are too large for fp32, or not finite?"
+        "Whether numbers go in that are too large for fp32, or not finite"
         return self.top>=_exploded
 
 @dataclass
@@ -61,7 +61,6 @@ class Fault:
     phase:str # As in `faults`
     frame:Frame|None # The call at fault, if one can be named
     half:Recording # The run in which the fault was seen
-    plain:Recording # A run in which no number was mended
     needed:list # All that has to stay in fp32, as in `keep_fp32`; the first one holds the call at fault, if it is known
     remedy:Remedy|None # What helps; `None` if nothing that was tried does
     spoilt:list = () # Names of what is not finite in modules after the batch
@@ -99,7 +98,7 @@ def _is_dense(t): return t.layout==torch.strided
 def _n_samples(t): return len(t) if t.dim() else 1
 
 def _is_finite_without_bad_data(case):
-    "Is the batch finite on all ranks with 0 in place of what fp32 cannot use?"
+    "Return whether the batch is finite on all ranks with 0 in place of what fp32 cannot use"
     inputs = case.batches.inputs
     def mended(t): return torch.where(_is_usable(t), t, 0) if _is_dense(t) else t
     case.batches.inputs = replace(inputs, mended)
@@ -157,7 +156,7 @@ def _first_bad(run):
     return first(faults(run)) or ('backward',None)
 
 def _is_broken_by_callback(run):
-    "Is the loss finite, but not what runs backward in its place?"
+    "Return whether the loss is finite, but not what runs backward in its place"
     if run.loss is None: return False
     return bool(run.loss.isfinite().all()) and not run.loss_grad.isfinite().all()
 
@@ -176,15 +175,6 @@ def blame(
         if case.ranks.any(found): return found or Healthy(elsewhere=True)
 
 # %% ../../nbs/diagnosis/07_verdict.ipynb #3af3b0c4
-def _operation(r):
-    "The operation at fault in a module's own code; one of torch's modules is named itself"
-    f = r.frame
-    is_torchs = type(f.module).__module__.startswith('torch.')
-    if is_torchs and not f.in_loss: return f.parent if f.op else f
-    if f.op: return f
-    in_phase = [o for phase,o in faults(r.half) if phase==r.phase]
-    return first(o for o in in_phase if o.op and o.name==f.name) or f
-
 def _same_call(run, frame):
     "The same call in another run; if it was not made there, one without tensors"
     return first(o for o in run.frames if o.call==frame.call) or Frame(frame.call)
@@ -195,7 +185,7 @@ def _norm(case, plain):
 
 def _how_far_off(case, plain):
     "What is wrong, and by how much: what goes to the next batch (its names), predictions or gradients"
-    changes = case.states_off(plain)
+    changes = case.changed
     eps = torch.finfo(case.dtype).eps
     if changes: return [*changes],eps*max(changes.values())
     if has_become_infinite(plain.pred, case.fp32.pred): return 'infinities',math.inf
@@ -205,47 +195,52 @@ def _how_far_off(case, plain):
     return 'gradients',_norm(case, plain)/case.fp32.norm
 
 def _computes_in_half(run, frame):
-    "Does a call take in or give half precision, or one that it makes?"
+    "Return whether a call takes in or gives half precision, or one that it makes"
     calls = [o for o in run.frames if frame in (o,o.parent)]
     return any(s.half for o in calls for s in (*o.ins,*o.outs,*o.params))
 
-def _is_kept(o):
-    "Does the call of a `Reason` belong to what stays in fp32 for it? What the model computes may meet in the loss"
-    name,r = o
-    if r.frame is None: return False
-    if name is None or r.frame.in_loss: return True
-    if name==f'{r.frame.name}.': return True # its own code
-    return covers([name], r.frame.name)
+def _is_inside(f, o):
+    "Return whether the call belongs to what `o` keeps in fp32"
+    return o==f'{f.name}.' or covers([o], f.name)
 
-def _reasons(case, remedy):
-    "Pairs of what `remedy` keeps and the `Reason` of this rank; the call of the first one can be named, if that of any"
-    if remedy:
-        of_this_rank = [(o,r) for o,r in remedy.why.items() if r.half]
-        return sorted(of_this_rank, key=_is_kept, reverse=True)
-    phase,frame = first(case.faults(case.half)) or ('backward',None)
-    return [(None, Reason(phase, frame, case.half))]
+def _call_at_fault(case, remedy):
+    "Return the first call `Found` in what stays in fp32, or in the loss function, and the name that holds it"
+    if remedy is None:
+        phase,f = first(case.faults(case.half)) or ('backward',None)
+        return Found(phase, f, case.half),None
+    for found in remedy.found:
+        if found.frame is None: continue
+        if found.frame.in_loss: return found,first(remedy.needed)
+        name = first(o for o in remedy.needed if _is_inside(found.frame, o))
+        if name: return found,name
+    # no call can be named, or not on this rank
+    return first(o._replace(frame=None) for o in remedy.found),None
 
-def _name_call(res, r):
-    "Name the call at fault, unless half precision has no part in what is said of it"
-    frame = res.frame = _operation(r)
-    res.in_fp32 = _same_call(r.half.reference, frame)
-    in_forward = [o for phase,o in faults(r.half) if phase!='backward']
-    res.is_infinite = r.frame in in_forward or frame in in_forward
-    is_certain = res.phase=='backward' or res.is_infinite or r.half.open
-    if is_certain: return
-    if not _computes_in_half(r.half, frame): res.frame = None
+def _name_call(res, found):
+    """Name the call at fault, unless half precision has no part in what is said of it
 
-def _fault(case, plain, remedy):
-    "The `Fault` that `remedy` is for"
+    One of torch's modules is named itself, and not an operation in it."""
+    frame = found.frame
+    is_torchs = type(frame.module).__module__.startswith('torch.') and not frame.in_loss
+    if is_torchs and frame.op: frame = frame.parent
+    res.is_infinite = found.phase!='backward' and found.frame.is_infinite
+    is_certain = found.phase=='backward' or res.is_infinite or found.half.open
+    if not is_certain and not _computes_in_half(found.half, frame): return
+    res.frame = frame
+    res.in_fp32 = _same_call(found.half.reference, frame)
+
+def _fault(case, remedy):
+    "Return the `Fault` that `remedy` is for"
+    plain = case.half
     if case.fits(plain): return Healthy(elsewhere=True)
-    why = _reasons(case, remedy)
-    if not why: return Healthy(elsewhere=True)
-    needed = [o for o,_ in why if o is not None]
-    _,r = why[0]
-    res = Fault(r.phase, None, r.half, plain, needed, remedy)
+    found,name = _call_at_fault(case, remedy)
+    if found is None: return Healthy(elsewhere=True)
+    needed = remedy.needed if remedy else []
+    if name: needed = [name, *(o for o in needed if o!=name)]
+    res = Fault(found.phase, None, found.half, needed, remedy)
     if plain.finite: res.spoilt = case.spoilt(plain)
     if case.silent and not res.spoilt: res.off = _how_far_off(case, plain)
-    if _is_kept(why[0]): _name_call(res, r)
+    if found.frame: _name_call(res, found)
     elif res.spoilt or res.off: res.phase = 'forward'
     return res
 
@@ -254,21 +249,25 @@ _remains = 1/16 # what is at fault leaves no more if it stays in fp32; in chaos,
 _share = 0.3 # of the layers: a fault is in a smaller part
 _later = 0.05 # as far off predictions may become by what goes from batch to batch: they are not rounded themselves
 
+def _is_learned_from(run):
+    "Return whether a module with weights that are trained takes in what is wrong"
+    return any(s.off>nothing.off for f in run.module_calls if f.params for s in f.ins)
+
 def _misses_bits(half, far, vanish):
-    "Do calls lose many bits at once that are learned from, or would be if gradients did not `vanish`?"
-    calls = where_bits_are_lost(half)
+    "Return whether calls lose many bits at once that are learned from, or would be if gradients did not `vanish`"
+    calls = [f for phase,f in faults(half, far=True) if phase!='backward']
     if not calls: return False
-    if vanish or calls[-1].is_infinite:
-        return True
+    if calls[-1].is_infinite: return True
+    if vanish: return True
     matters = far.bend or 10*far.chance # a linear loss does not bend
-    return matters>nothing.rise or is_learned_from(half)
+    return matters>nothing.rise or _is_learned_from(half)
 
 def _evidence(case, plain, far):
     """Why it matters that half precision is off: for what the loss makes of it ('harm'), or for what is learned, since
     calls lose many bits at once ('bits'), or since gradients are much larger ('gradients'); '' if it does not matter"""
     # calls show nothing that differs from sample to sample
     if case.others and far.exceeds(nothing): return 'harm'
-    if far.left>nothing.left or far.rise==math.inf: return 'harm'
+    if far.states>nothing.states or far.rise==math.inf: return 'harm'
     is_off = far.off>nothing.off
     of_few = far.is_of_few(plain.pred, case.fp32.pred)
     # farther off it may be chaos, of which a loss makes much, too
@@ -285,11 +284,10 @@ def _evidence(case, plain, far):
     return 'bits' if _misses_bits(case.half, far, vanish) else ''
 
 def _is_silently_wrong(case, plain):
-    "May half precision be wrong on any rank though everything is finite?"
+    "Return whether half precision may be wrong on any rank though everything is finite; note why, and what may remain"
     some = case.ranks.any
     if some(case.spoilt(plain)): return True
-    changed = case.states_off(plain)
-    if some(changed): case.carries = some(case.off_later(changed)>_later)
+    if some(case.changed): case.carries = some(case.off_later(case.changed)>_later)
     mine = case.far(plain)
     ranks = case.ranks.gather((_evidence(case, plain, mine),*mine))
     evidence,*far = zip(*ranks)
@@ -306,14 +304,14 @@ def _n_layers(modules):
     return sum(next(m.parameters(recurse=False), None) is not None for m in modules)
 
 def _is_small(case, remedy):
-    "Does `remedy` leave most layers as they are?"
+    "Return whether `remedy` leaves most layers as they are"
     n = _n_layers(m for m in case.model.modules() if not is_norm(m))
     kept = _n_layers(case.plan().in_half)-_n_layers(case.plan(remedy.promoted).in_half)
     share = 0. if case.evidence=='gradients' else _share # chaos makes large ones by itself
     return kept<n and kept<=max(1, share*n)
 
 def _is_sensitive(case, plain, remedy):
-    "Is it the program that is sensitive to rounding? Then all is finite, and only most of it in fp32 helps"
+    "Return whether the program is sensitive to rounding: all is finite, and only most of it in fp32 helps"
     if not case.silent: return False
     in_forward = [phase for phase,_ in faults(case.half) if phase!='backward']
     is_finite = plain.error is None and case.is_finite(plain)
@@ -325,7 +323,7 @@ def _judge_scale(case, plain, fits):
     case.silent = _is_silently_wrong(case, plain)
     if case.silent:
         remedy = least_in_fp32(case)
-        if not _is_sensitive(case, plain, remedy): return _fault(case, plain, remedy)
+        if not _is_sensitive(case, plain, remedy): return _fault(case, remedy)
         case.silent = False
     if fits>=case.scale: return Healthy() # unchanged: the fault comes and goes
     return Healthy(elsewhere=True) if case.fits(plain) else HighScale(fits)
@@ -336,14 +334,10 @@ def judge(
     "Decide whether half precision is at fault where fp32 can use a batch"
     ranks = case.ranks
     case.half = plain = case.run(reference=case.fp32)
-    # an infinity that was mended in this run may do no harm, and what the next run does not show comes and goes
-    shows_fault = not plain.finite or bool(faults(plain))
-    has_ended = plain.error is None
-    if ranks.any(has_ended and shows_fault): plain = case.run(modules=False)
     is_finite = ranks.all(plain.finite)
     case.silent = (is_finite or case.silent) and _is_silently_wrong(case, plain)
     if ranks.all(case.fits(plain)): return Healthy()
     remedy = least_in_fp32(case)
     if _is_sensitive(case, plain, remedy): return Healthy()
     if remedy and not remedy.promoted: return _judge_scale(case, plain, remedy.scale)
-    return _fault(case, plain, remedy)
+    return _fault(case, remedy)

@@ -140,7 +140,7 @@ def _in_forward(case, v, what):
     return f"{what} computes with {numbers}" if numbers else f"{kind} is too coarse for {what}"
 
 def _raised_here(v):
-    "Did the call raise? Others may overflow before this one raises"
+    "Return whether the call raised; others may overflow before this one raises"
     call = v.half.open
     if call is None: return False
     return call.call==v.frame.call if v.frame.op else call.name==v.frame.name
