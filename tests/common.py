@@ -7,12 +7,22 @@ from conftest import asked
 
 both = pytest.mark.parametrize('to,dtype', [('to_fp16_dynamic',torch.float16), ('to_bf16_dynamic',torch.bfloat16)], ids=['fp16','bf16'])
 
+def in_turn(names):
+    "`names`, each in fp16 or in bf16, as parameters like those of `both`; the same in the other one is slow"
+    halves = [('to_fp16_dynamic',torch.float16,'fp16'), ('to_bf16_dynamic',torch.bfloat16,'bf16')]
+    return pytest.mark.parametrize('name,to,dtype', [pytest.param(o, to, dtype, id=f'{o}-{half}', marks=() if (i+k)%2==0 else slow)
+                                   for i,o in enumerate(names) for k,(to,dtype,half) in enumerate(halves)])
+
 devices = 'cpu','cuda'
 
-def not_as_cuda(names, without, reason):
-    "`names` as parameters; those `without` a fault on CUDA are skipped where tests run as there"
-    mark = pytest.mark.not_as_cuda(reason)
-    return [pytest.param(o, marks=mark if o in without else ()) for o in names]
+slow = pytest.mark.slow
+
+def few(names, *plain, without=(), reason=''):
+    "`names` as parameters, slow but for the `plain` ones; those `without` a fault on CUDA are skipped where tests run as there"
+    def marks(o): return [*[pytest.mark.not_as_cuda(reason)]*(o in without), *[slow]*(o not in plain)]
+    return [pytest.param(o, marks=marks(o)) for o in names]
+
+def not_as_cuda(names, without, reason): return few(names, *names, without=without, reason=reason)
 
 def compare_nothing(monkeypatch):
     "No batch is compared with fp32"

@@ -26,7 +26,8 @@ def prepare():
     settings.load_profile('repo')
 
 def pytest_collection(session):
-    prepare() # which the process that starts others for the tests does not do
+    if session.config.getoption('dist', 'no')!='no': return # this process starts others for the tests, and imports nothing for them
+    prepare()
     if asked=='cpu':
         for o in ours: session.config.addinivalue_line('filterwarnings', o)
 
@@ -49,6 +50,7 @@ def pytest_pyfunc_call(pyfuncitem):
 
 def pytest_configure(config):
     config.addinivalue_line('markers', 'warns(*patterns): warnings of ours that the test must give')
+    config.addinivalue_line('markers', 'slow: takes long, and seldom fails alone: left out by default')
     config.addinivalue_line('markers', 'cpu_only(reason): skipped under FASTAI_AMP16_DEVICE=cuda')
     config.addinivalue_line('markers', 'not_as_cuda(reason): skipped under FASTAI_AMP16_DEVICE=cuda and as_cuda, where CUDA does otherwise')
     if asked not in devices: raise pytest.UsageError(f"FASTAI_AMP16_DEVICE={asked}: it must be one of {', '.join(devices)}")
@@ -57,7 +59,9 @@ def pytest_configure(config):
         if not torch.cuda.is_available(): raise pytest.UsageError("FASTAI_AMP16_DEVICE=cuda, and PyTorch finds no GPU")
 
 def pytest_collection_modifyitems(items):
-    "Notebooks come last, that of the callback at the very end: they define everything anew and patch it onto fastai's classes"
+    """Tests with processes come first, so that they are in the first part that `-n 2` deals out, and these processes start once
+
+    Notebooks come last, that of the callback at the very end: they define everything anew and patch it onto fastai's classes."""
     skipped = {'cpu_only':'on a CPU only', 'not_as_cuda':'CUDA does otherwise'}
     if device=='cpu': del skipped['cpu_only']
     if asked=='cpu': del skipped['not_as_cuda']
@@ -65,7 +69,8 @@ def pytest_collection_modifyitems(items):
         if o.path.stem.removeprefix('test_') in unread: o.add_marker(shown, append=False)
         for name,why in skipped.items():
             if mark := o.get_closest_marker(name): o.add_marker(pytest.mark.skip(reason=f'{why}: {mark.args[0]}'))
-    items.sort(key=lambda o: (o.name.startswith('test_notebook'), '_callback' in o.name))
+    def key(o): return not {*o.fixturenames} & processes,o.name.startswith('test_notebook'),'_callback' in o.name
+    items.sort(key=key)
 
 def pytest_unconfigure(): gc.unfreeze() # else libraries tell at the exit of what nobody frees
 
@@ -74,6 +79,14 @@ def little_to_collect():
     "What the imports have left need not be looked through by each `gc.collect()` of a test"
     gc.collect()
     gc.freeze()
+
+processes = {'in_a_process','ranks','pair'} # fixtures
+
+@pytest.fixture(scope='session')
+def in_a_process():
+    "A function that runs code in a process that has imported fastai, and nothing of this package"
+    from processes import in_a_process
+    return in_a_process
 
 with_any = 'faults healing attempts saving'.split() # files with tests of exceptions, interrupts, healing and checkpoints
 

@@ -3,12 +3,16 @@ import importlib.util,json,math,subprocess,sys
 from pathlib import Path
 from unittest.mock import patch
 import pytest,torch
-import accumulation,bf16_cpu,compatibility,compiled,cuda_dispatch,diagnosis,doctor,epsilon,fp16_cpu,libraries,memory,published
-import families,scale_policy,scaling,short_fits,silent,step_cost,timing
+from benchmarks.accuracy import epsilon,families,published,scale_policy,short_fits,silent
+from benchmarks.compatibility import compatibility,libraries
+from benchmarks.diagnosis import diagnosis,doctor
+from benchmarks.memory import accumulation,memory
+from benchmarks.shared import timing
+from benchmarks.speed import bf16_cpu,compiled,cuda_dispatch,fp16_cpu,scaling,step_cost
 from fastai.basics import DataLoaders,Learner
 from torch._dynamo.utils import counters
 from fastai_amp16.all import DynamicScaler
-from trainings import trainings
+from benchmarks.accuracy.trainings import trainings
 
 pytestmark = pytest.mark.not_as_cuda('these scripts measure what a CPU does')
 
@@ -46,6 +50,7 @@ def test_a_short_fit_loses_no_step_where_batches_run_again(name):
     assert fp32['steps']==again['steps']==3 and again['skipped']==0 and all(map(torch.equal, *seen))
     assert again['loss']==pytest.approx(fp32['loss'], rel=1e-2)
 
+@pytest.mark.slow
 def test_accumulation(tmp_path, capsys):
     "What is counted is what the images take"
     accumulation.main(f'--accumulation 13 --size 256 --bs 8 --out {tmp_path}/x.json'.split()) # 6 MiB a batch
@@ -60,6 +65,7 @@ def test_beyond_the_bound_a_step_is_skipped(monkeypatch):
         res = accumulation.train(n, 4, 8, True)
         assert res['taken']==taken and bool(res['kept'])==bool(taken)
 
+@pytest.mark.slow
 def test_diagnosis(tmp_path, monkeypatch):
     monkeypatch.setattr(diagnosis, 'added_by', lambda job, n, promoted=(): (100,300) if job in ('fp32','fit') else (100,400))
     args = '--depth 2 --width 8 --steps 20 --rounds 1 --blocks 2 --fits 1 --after 1 --trainings norm_free'
@@ -77,6 +83,7 @@ def test_diagnosis(tmp_path, monkeypatch):
     tables = [diagnosis.depth_table([{**rows[0], 'passes': passes, 'pause': 60}]) for passes in (18,19)]
     assert '| **19** | 18 |' in tables[1] and '**' not in tables[0]
 
+@pytest.mark.slow
 def test_memory_of_a_diagnosis():
     "In a process of its own; it raises where nothing was healed"
     before,top = diagnosis.added_by('diagnosis', 2**12)
@@ -137,7 +144,8 @@ def test_batches():
     assert len(batches)==3 and list(batches)==[1,2,3] and len(batches.times)==4 and len(batches.steps())==2 and min(batches.steps())>=0
 
 def test_scaling(tmp_path):
-    scaling.main(f'--numbers 2 5 --sizes 10 100 --number 3 --rounds 1 --out {tmp_path}/x.json'.split())
+    cases = [*scaling.cases][5:7]
+    scaling.main([*f'--numbers 2 5 --sizes 10 100 --number 3 --rounds 1 --steps 4 --out {tmp_path}/x.json --cases'.split(), *cases])
     res = read(tmp_path/'x.json')
     assert [(r['tensors'],r['elements']) for r in res['by_number']+res['by_size']]==[(2,200),(5,500),(3,30),(3,300)]
     assert (tmp_path/'x.png').stat().st_size>10_000 and all(r['copy'][1]>0 for r in res['by_size'])
@@ -158,15 +166,18 @@ def test_bf16(tmp_path):
     rows = read(tmp_path/'x.json')['rows']
     assert [r['model'] for r in rows]==['transformer','MLP'] and all(r['ours'][1]>0 and r['by_hand'][1]>0 for r in rows)
 
-def test_fp16(tmp_path):
+def test_fp16(tmp_path, monkeypatch):
+    monkeypatch.setattr(fp16_cpu, 'resnet18', lambda num_classes: fp16_cpu.convs(2)) # a real one takes a minute
     fp16_cpu.main(f'--sizes 4 --resnet 8 --width 2 --bs 2 --steps 3 --rounds 1 --out {tmp_path}/x.json'.split())
     rows = read(tmp_path/'x.json')['rows']
     assert [r['network'] for r in rows]==['4 convolutions of 2 and 4 channels','ResNet-18']
     for r in rows: assert set(r['slower'])=={'to_fp16_dynamic','to_bf16_dynamic'} and all(q[1]>0 for q in r['slower'].values())
 
+@pytest.mark.slow
 def test_epsilon(tmp_path, monkeypatch):
     "An eps that hardly moves the weights is worse in both precisions"
     monkeypatch.setattr(epsilon, 'all_eps', (1e-4,1e4))
+    monkeypatch.setitem(trainings, 'tabular regression', trainings['tabular regression']._replace(epochs=3))
     epsilon.main(f'--seeds 2 --out {tmp_path}/x.json --only'.split()+['tabular regression'])
     res = read(tmp_path/'x.json')
     for base,large in epsilon.groups(res).values(): assert epsilon.difference(large, base)[0]<0
@@ -178,6 +189,7 @@ def test_epsilon_counts_what_is_significant():
     found = {(o['precision'],o['eps']): (o['better'],o['worse']) for o in epsilon.counts(dict(rows=rows))}
     assert (found['to_fp32',1e-5],found['to_fp32',1e-8],found['to_fp16_dynamic',1e-8])==((1,0),(0,1),(0,0))
 
+@pytest.mark.slow
 def test_memory(tmp_path, monkeypatch, capsys):
     "Of weights, and of predictions in a validation, which fp32 holds twice: the loss makes a `log_softmax` of them"
     monkeypatch.setattr(memory, 'contenders', ('to_bf16_dynamic',))
@@ -335,6 +347,7 @@ def _notebook(path, module, *cells):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dict(cells=[dict(cell_type='code', source=s) for s in (f'#| default_exp {module}', *cells)])))
 
+@pytest.mark.slow
 def test_compatibility(tmp_path, capsys, monkeypatch):
     "A checkout with two notebooks, one of which is about learners; each mode imports fastai anew"
     monkeypatch.setattr(compatibility, 'modes', ('plain','to_fp16_dynamic'))
@@ -389,6 +402,7 @@ def test_libraries_measured_again_replace_their_rows(monkeypatch):
     assert libraries.updated(old, new)==dict(libraries=dict(a='2', b='2', c='1'), skipped={},
         rows=[row('a', '2', 1), row('b', '1', 1), row('b', '2', 1), row('c', '2', 0)])
 
+@pytest.mark.slow
 def test_libraries_runs_programs(tmp_path):
     "Each in fp32, fp16 and bf16; one half precision cannot hold as it is"
     script = sys.executable,'-W','ignore',Path(libraries.__file__)

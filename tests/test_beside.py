@@ -1,5 +1,5 @@
 "Beside other callbacks, optimizers and models of all shapes, in any order"
-import copy,math,subprocess,sys,warnings
+import copy,math,warnings
 from collections import namedtuple
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from fastai_amp16.learner import running
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from common import *
-from fastais import fastais
+from benchmarks.shared.fastais import fastais
 
 def test_fine_tune_keeps_the_scale_and_frozen_layers():
     "The scale that the first step has found is the one of all fits that follow"
@@ -283,8 +283,7 @@ def test_from_fp16_to_bf16_to_fp32_between_fits():
     assert not equal(before, weights(learn))
     clean(learn)
 
-@pytest.mark.parametrize('order', [-30, 10, 99])
-@pytest.mark.parametrize('to', ['to_fp32','to_bf16_dynamic','to_fp16_dynamic'])
+@pytest.mark.parametrize('to,order', [('to_fp32',-30),('to_fp32',99),('to_bf16_dynamic',10),('to_fp16_dynamic',99)])
 def test_changed_by_a_callback_in_the_middle_of_a_fit(to, order):
     for event in ('before_epoch','before_train','before_batch','after_batch','after_train','before_validate','after_epoch'):
         class Change(Callback):
@@ -336,8 +335,10 @@ class PoisonFirst(Callback):
     def before_backward(self):
         if self.train_iter==0: self.learn.loss_grad = self.learn.loss_grad*1e30
 
-@pytest.mark.parametrize('skip', [False, pytest.param(True, marks=poisoned('backward'))], ids=['','first step skipped'])
-@pytest.mark.parametrize('name', list(opt_funcs))
+skipping = 'SGD','ranger','torch AdamW' # fastai's with and without more state, and torch's
+
+@pytest.mark.parametrize('name,skip', [*((o,False) for o in opt_funcs),
+                                       *(pytest.param(o, True, marks=poisoned('backward')) for o in skipping)])
 def test_optimizers_and_groups(name, skip):
     "Freeze, unfreeze, slices of learning rates, a new optimizer: as in fp32, where a first step that is skipped leaves nothing behind"
     def run(to, cb):
@@ -490,8 +491,7 @@ def like_fp32(a, b, rtol=3e-2, atol=5e-3):
     for (k,v),w in zip(state(a).items(), state(b).values()):
         if v.is_floating_point(): torch.testing.assert_close(w, v, rtol=rtol, atol=atol, msg=lambda m, k=k: f'{k}: {m}')
 
-@both
-@pytest.mark.parametrize('name', list(shapes))
+@in_turn(shapes)
 def test_models_of_all_shapes(name, to, dtype):
     def run(to):
         learn = learner(n=16, opt_func=partial(SGD, mom=0.9), lr=0.05, shuffle=False)
@@ -710,7 +710,7 @@ def large_batches(model):
 
 lr_models = {'regression':lambda: learner(n=512, bs=64), 'images':lambda: large_batches(conv_net), 'deep':lambda: large_batches(deep_net)}
 
-@pytest.mark.parametrize('name', list(lr_models))
+@pytest.mark.parametrize('name', few(lr_models, 'regression'))
 @poisoned('forward', 'backward')
 def test_lr_find_finds_what_it_finds_in_fp32(name, tmp_path):
     "Also where half precision overflows: until the scale is found, and in single batches"
@@ -734,8 +734,7 @@ def test_lr_find_finds_what_it_finds_in_fp32(name, tmp_path):
         if name!='images': assert lr/2<=found<=2*lr # there, the suggestion depends on how losses explode in the end
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
-@pytest.mark.parametrize('bad', [math.inf,math.nan])
-@pytest.mark.parametrize('to', ['to_fp16_dynamic','to_bf16_dynamic'])
+@pytest.mark.parametrize('to,bad', [('to_fp16_dynamic',math.nan),('to_bf16_dynamic',math.inf)])
 def test_lr_find_ends_where_fp32_is_lost_too(to, bad, tmp_path):
     "From the 60th batch on; fp32 itself goes on for ever with NaN"
     def search(to, bad):
@@ -863,7 +862,7 @@ def test_a_cpu_says_what_fp16_convolutions_cost(recwarn):
 
 # --- importing
 
-def test_importing_changes_nothing(tmp_path):
+def test_importing_changes_nothing(in_a_process, tmp_path):
     "But what it defines: in a process of its own, after what fastai's `fp16` brings"
     code = '''
 import io,random,sys,warnings
@@ -879,7 +878,7 @@ with warnings.catch_warnings(record=True) as told, redirect_stdout(out), redirec
     import fastai_amp16.all as ours
 assert (known(),states(),list(warnings.filters))==before and not told and not out.getvalue()
 '''
-    subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, cwd=tmp_path)
+    in_a_process(code, tmp_path)
 
 @pytest.mark.parametrize('module', ['vision.all','text.all','tabular.all','collab','callback.all','distributed','metrics'])
 def test_the_star_import_hides_no_name_of_fastais(module):

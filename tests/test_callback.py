@@ -7,7 +7,6 @@ from fastai.basics import Callback,CancelFitException,Learner,nn
 from fastai_amp16.all import DynamicMixedPrecision,DynamicScaler,GradientNormClip
 from torch.utils._python_dispatch import TorchDispatchMode
 from common import *
-from processes import in_a_process
 
 class Spy(nn.Module):
     "Notes dtypes of what passes"
@@ -178,7 +177,7 @@ def test_at_most_30_operators_a_step():
         return ops
     assert ops(2)==ops(20) and max(ops(20))<=30
 
-def test_modules_can_be_reloaded(tmp_path):
+def test_modules_can_be_reloaded(tmp_path, in_a_process):
     code = """import importlib
 import fastai_amp16.callback,fastai_amp16.learner
 for m in (fastai_amp16.callback, fastai_amp16.learner): importlib.reload(m)

@@ -148,8 +148,7 @@ def has_distances():
 if not has_distances(): del uses['a distance']
 
 @halves
-@pytest.mark.parametrize('event', ['after_pred','after_loss'])
-@pytest.mark.parametrize('use', uses.values(), ids=uses)
+@pytest.mark.parametrize('use,event', [*zip(uses.values(), ['after_pred','after_loss']*3)], ids=uses)
 def test_callbacks_may_use_what_a_hook_has_kept(to, event, use):
     class OnePlace(Distill):
         def after_loss(self):
@@ -326,8 +325,7 @@ def test_a_fit_within_an_event_loop():
 
 # %% a learner within another one
 @halves
-@every_optimizer
-@pytest.mark.parametrize('event', [*events,'after_backward'])
+@pytest.mark.parametrize('event,opt_func', [*zip(['before_batch','after_pred','after_backward','before_step'], optimizers.values())])
 def test_a_learner_may_train_in_a_callback_of_another_one(to, opt_func, event):
     class Inner(Callback):
         trained = None

@@ -4,7 +4,7 @@ import pytest,torch
 from fastai.basics import Callback,DataLoader,DataLoaders,Learner,SGD,nn,set_seed,store_attr,trainable_params
 from fastai_amp16.all import GradientNormClip
 from common import Poison
-from fastais import fastais
+from benchmarks.shared.fastais import fastais
 
 class Watch(Callback):
     "The gradients that the optimizer sees"
@@ -32,8 +32,8 @@ class TorchClip(Callback):
     def before_step(self): self.norms.append(nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm, self.norm_type).item())
 
 @pytest.mark.parametrize('to', ['to_fp32','to_fp16','to_fp16_dynamic','to_bf16_dynamic'])
-@pytest.mark.parametrize('norm_type,max_norm', [(2.,1.2), (1.,11.), (math.inf,0.5)])
-@pytest.mark.parametrize('splitter', [trainable_params, two_groups])
+@pytest.mark.parametrize('norm_type,max_norm,splitter', [(2.,1.2,trainable_params), (2.,1.2,two_groups), (1.,11.,two_groups),
+                                                         (math.inf,0.5,trainable_params)])
 def test_is_torchs_clipping_of_the_true_gradients(to, norm_type, max_norm, splitter):
     fastais_scale = dict(init_scale=2.**10) if to=='to_fp16' else {} # at its own first one, fastai may skip steps
     def run(cb): return fit(getattr(learner([cb, Watch()], splitter), to)(**fastais_scale))

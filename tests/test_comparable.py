@@ -15,7 +15,7 @@ from fastai_amp16.util.torch_private import knows_bf16
 from fastai_amp16.precision.recurrent import _without_warning as without_warning
 from torch.nn.utils.rnn import PackedSequence,pack_sequence
 from torch.utils.checkpoint import checkpoint
-from common import Do,both,clean,fit,times_and_back
+from common import Do,both,clean,fit,slow,times_and_back
 from overflows import World
 from test_faults import StopAtLine
 from test_silent import learner,product,xs
@@ -122,6 +122,7 @@ def test_a_model_that_draws_costs_one_forward_pass_more(p, more, to, dtype):
         learn.validate()
     assert in_fit==6+more+1+1 and len(calls)==in_fit+1 # in a validation nothing is drawn, and once is enough
 
+@slow # a process that has not imported it yet takes ten seconds to start
 def test_a_fit_does_not_import_the_compiler():
     "Which takes seconds, and which torch does for most modes that see operators"
     code = """import sys,torch; from test_silent import *

@@ -1,11 +1,11 @@
 "`torch.compile` before or after `to_fp16_dynamic`: compiled as often as in fp32, once more after healing, and the same training"
-import functools,shutil
+import functools,itertools,shutil
 import pytest,torch
 from fastai.basics import default_device,nn,partial
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from fastai_amp16.all import half_forward
-from common import Poison,fit,learner,weights
+from common import Poison,few,fit,learner,slow,weights
 from overflows import fp16,fp32
 
 class Seq(nn.Sequential):
@@ -86,9 +86,10 @@ def eager_weights(model):
     for n in (1,2,1): fit(eager, n)
     return weights(eager)
 
-@pytest.mark.parametrize('when', ['before','after'])
-@pytest.mark.parametrize('how', [wrapped,in_place,parts])
-@pytest.mark.parametrize('model', [Conv,Tokens])
+ways = [*itertools.product([Conv,Tokens], [wrapped,in_place,parts], ['before','after'])]
+plain = (Conv,wrapped,'before'),(Conv,parts,'after'),(Tokens,in_place,'after') # each model, way and order
+
+@pytest.mark.parametrize('model,how,when', [pytest.param(*o, marks=() if o in plain else slow) for o in ways])
 def test_compiled_as_often_as_in_fp32(model, how, when):
     """All of it in the first epoch; the predictions of the 8th step are compared without compiled code
 
@@ -104,7 +105,7 @@ def test_compiled_as_often_as_in_fp32(model, how, when):
     assert len(mp.history)==32 and mp.n_skipped==0 and not mp.promoted and not mp.reports
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
-@pytest.mark.parametrize('how', [wrapped,in_place])
+@pytest.mark.parametrize('how', few([wrapped,in_place], in_place))
 def test_compiled_once_more_after_healing(how):
     "With code of its own kept in fp32, and layers inside in half precision; neither the search for it nor fp32's step is compiled"
     learn,_,counts = trained(overflowing, fp16, how)
@@ -131,6 +132,7 @@ def test_a_context_for_each_batch_compiles_once():
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ('g++','clang++'))), reason="inductor needs a compiler")
 
+@slow
 @needs_compiler
 @pytest.mark.parametrize('mode', ['default','reduce-overhead'][:2 if default_device().type=='cuda' else 1]) # the latter means CUDA graphs
 def test_inductor(mode):

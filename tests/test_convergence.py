@@ -4,8 +4,9 @@ import pytest,torch
 from fastai.basics import Learner
 from fastai.callback.all import ShortEpochCallback
 from scipy.stats import ttest_rel
-import convergence
-from convergence import contenders,difference,figures,main,trainings
+from benchmarks.accuracy import convergence
+from common import few
+from benchmarks.accuracy.convergence import contenders,difference,figures,main,trainings
 
 pytestmark = pytest.mark.usefixtures('as_in_programs') # fastai splits data by arrays, and scipy takes them
 
@@ -19,10 +20,11 @@ def short(monkeypatch):
 
 def results(tmp_path, name):
     "The rows of the contenders"
-    main(['--seeds', '2', '--only', name, '--out', str(tmp_path)])
+    main(['--seeds', '2', '--only', name, '--out', str(tmp_path/'convergence.json')])
     assert (tmp_path/'convergence.png').stat().st_size>10_000
     return {r['contender']: r for r in json.loads((tmp_path/'convergence.json').read_text())['rows']}
 
+@pytest.mark.slow
 def test_ends_where_fp32_ends(tmp_path, short, capsys):
     name = 'tabular classification'
     short(name, 2)
@@ -67,7 +69,7 @@ def test_difference_of_equals():
     assert not difference(dict(figures=[None,0.5]), dict(figures=[0.5,0.4]))[2]
 
 @pytest.mark.filterwarnings('ignore::UserWarning','ignore::FutureWarning') # that layers overflow; that fastai has the old weight_norm
-@pytest.mark.parametrize('name', trainings)
+@pytest.mark.parametrize('name', few(trainings, *[*trainings][::3]))
 def test_one_batch(name):
     "Made of the same seed they are the same; in half precision the first batch is trained on, and validation gives finite figures"
     learns = [trainings[name].make(0) for _ in range(2)]

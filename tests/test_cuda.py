@@ -14,7 +14,8 @@ from fastai_amp16.train import ranks as ranks_module
 from fastai_amp16.all import AdamW16,FusedAdam,GradientNormClip,half_forward
 from fastai_amp16.precision.recurrent import emulates_bf16,recurrent_dtype
 from fastai_amp16.demo import digits_dls,small_cnn
-import gpu,hostile
+from benchmarks.shared import hostile
+from benchmarks.speed import gpu
 from common import Do,Poison,Raise,between,clean,equal,fit,learner,mlp,mse,times_and_back,weights
 from overflows import Outlier
 from processes import Processes

@@ -20,9 +20,9 @@ from torchvision.models.convnext import CNBlockConfig,ConvNeXt
 import fastai_amp16.optim.optimizer as optimizers
 from fastai_amp16.all import AdamW16,Checkup,Finding,PrecisionWarning
 from fastai_amp16.doctor import Device,_device,_examine
-from common import not_as_cuda
+from common import few,not_as_cuda
 from conftest import asked
-from hostile import zoo
+from benchmarks.shared.hostile import zoo
 
 pytestmark = pytest.mark.cpu_only('what a GPU is slow at would be found, too')
 
@@ -164,7 +164,7 @@ def check(hazard, severity):
 @pytest.mark.parametrize('name', not_as_cuda(hazards, fp32_on_cuda, on_cuda))
 def test_the_doctor_finds_a_hazard(name): check(hazards[name], 'error')
 
-@pytest.mark.parametrize('name', not_as_cuda(hazards, fp32_on_cuda, on_cuda))
+@pytest.mark.parametrize('name', few(hazards, *[*hazards][::3], without=fp32_on_cuda, reason=on_cuda))
 def test_a_fit_finds_a_hazard_in_its_first_batch(name):
     "Without losing it: the same module, the operation, and the hint that the doctor gives"
     model,op,hint,_,module = hazards[name]
@@ -402,7 +402,7 @@ well = dict(resnet_pair=lambda: images(lambda: ResNet(BasicBlock, [2,2,1,1]), n=
     torch_convnext=lambda: images(lambda: ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=4)),
     tabular=tabular, transformer=lambda: learner(Text, torch.randint(20, (4, 8))), awd_lstm=awd, mlp=lambda: learner(Net(nn.ReLU())))
 
-@pytest.mark.parametrize('name', well)
+@pytest.mark.parametrize('name', few(well, *[o for o in well if o not in ('resnet_pair','xresnet')])) # which are convnext with more layers
 def test_nothing_on_what_is_well(name):
     learn = well[name]()
     assert not findings(learn)
@@ -431,7 +431,8 @@ def test_memory_that_nobody_wrote_is_no_overflow(f):
     with Leftovers(): c = learner(code(f)).fp16_doctor()
     assert c.report.verdict=='healthy' and not c.report.table.nonfinite.any() and all(o.severity=='info' for o in c)
 
-@pytest.mark.parametrize('name', not_as_cuda(zoo, ['sum_pool','poisson','cosine'], 'autocast computes `exp`, sums and norms in fp32'))
+@pytest.mark.parametrize('name', few(zoo, *[*zoo][::3], without=['sum_pool','poisson','cosine'],
+                                     reason='autocast computes `exp`, sums and norms in fp32'))
 def test_zoo(name):
     "What cannot be trained in plain fp16 is named, at the place, if the first batch shows it"
     named = dict(regnety=('stem.0','gives numbers'), norm_free=('blocks.','gives numbers'), masked_add=('attns.0','`mul`'),

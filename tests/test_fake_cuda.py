@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from fastai.basics import Adam,DataLoaders,Learner,Recorder,Tensor,nn
 from fastai_amp16.train import ranks as ranks_module
 from fastai_amp16.all import AdamW16,FusedAdam,GradientNormClip,half_forward
-from cuda_dispatch import Kernels,contenders,fake_cuda,models,not_here,tensors
+from benchmarks.speed.cuda_dispatch import Kernels,contenders,fake_cuda,models,not_here,tensors
 
 pytestmark = [pytest.mark.skipif(bool(not_here), reason=str(not_here)), pytest.mark.cpu_only("the tensors are fake")]
 f16,f32 = torch.float16,torch.float32

@@ -6,6 +6,7 @@ from fastai.tabular.all import Categorify,CategoryBlock,FillMissing,Normalize,Ra
 from sklearn.datasets import load_breast_cancer
 from fastai_amp16.all import AdamW16,GradientNormClip
 from fastai_amp16.demo import digits_dls
+from common import slow
 
 pytestmark = pytest.mark.usefixtures('as_in_programs') # fastai splits data by arrays
 
@@ -46,8 +47,9 @@ def fit(make, epochs, lr, to, seed):
     with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(epochs, lr)
     return torch.tensor(learn.recorder.values[-1][1:])
 
-@pytest.mark.parametrize('make,epochs,lr', [(digits(resnet),2,1e-2), (digits(Encoder),5,1e-2), (tabular,5,1e-2)],
-                         ids=['resnet','transformer','tabular'])
+@pytest.mark.parametrize('make,epochs,lr', [
+    pytest.param(digits(resnet), 2, 1e-2, id='resnet', marks=slow), pytest.param(digits(Encoder), 5, 1e-2, id='transformer', marks=slow),
+    pytest.param(tabular, 5, 1e-2, id='tabular')])
 def test_ends_within_noise_of_fp32(make, epochs, lr):
     "Of three seeds: valid loss and accuracy no further from fp32's than fp32's own seeds are from each other"
     fp32,fp16 = [torch.stack([fit(make, epochs, lr, to, seed) for seed in range(3)]) for to in (Learner.to_fp32, Learner.to_fp16_dynamic)]

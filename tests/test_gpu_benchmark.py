@@ -1,9 +1,9 @@
-"`benchmarks/gpu.py` with toys: everybody gets the same to train, a turn in each round, and a row; nobody stops the others"
+"`benchmarks/speed/gpu.py` with toys: everybody gets the same to train, a turn in each round, and a row; nobody stops the others"
 import copy,gc,itertools,json,weakref
 from types import SimpleNamespace
 import pytest,torch
 from fastai.basics import default_device,nn
-import gpu
+from benchmarks.speed import gpu
 
 toy = "--toy --size 32 --seq 8 --steps 2 --skip 1 --rounds 1".split()
 cpu = default_device().type=='cpu'
@@ -43,6 +43,7 @@ def clock(monkeypatch):
         return train
     return SimpleNamespace(now=now, worker=worker)
 
+@pytest.mark.slow
 def test_everybody_trains_everything(tmp_path, capsys):
     res = run(tmp_path, '--bs', 2)
     out = capsys.readouterr().out

@@ -1,17 +1,17 @@
 "What fp16 cannot hold is found out and kept in fp32, all steps are taken, and the training ends where fp32 ends"
-import math,re,warnings
+import itertools,math,re,warnings
 from types import SimpleNamespace
 import pytest,torch
 from fastai.basics import Callback,DataLoader,DataLoaders,Learner,nn,partial,set_seed
 from fastai.callback.training import GradientAccumulation
 from fastai.layers import SigmoidRange
 from torch.utils.checkpoint import checkpoint
-from fastai_amp16.diagnosis import diagnose,verdict
+from fastai_amp16.diagnosis import case,diagnose,verdict
 from fastai_amp16.all import AdamW16
 from fastai_amp16.ask import training_case
-import hostile
-from hostile import bad_samples,hopeless,plain_fp16,zoo
-from common import (Called,Detour,Do,Poison,between,clean,fit,learner,masked_fill,mse,not_as_cuda,plain_mlp,small_root,times_and_back,
+from benchmarks.shared import hostile
+from benchmarks.shared.hostile import bad_samples,hopeless,plain_fp16,zoo
+from common import (Called,Detour,Do,Poison,between,clean,few,fit,learner,masked_fill,mse,plain_mlp,small_root,times_and_back,
     weights)
 
 quiet = pytest.mark.filterwarnings('ignore::UserWarning')
@@ -26,7 +26,7 @@ def all_taken(learn):
 
 # %% the zoo
 @pytest.mark.cpu_only('the plain loop is one for it')
-@pytest.mark.parametrize('name', not_as_cuda(zoo, ['sum_pool'], 'autocast computes sums in fp32'))
+@pytest.mark.parametrize('name', few(zoo, 'rms', 'masked_fill', without=['sum_pool'], reason='autocast computes sums in fp32'))
 def test_plain_fp16_fails(name):
     "With a dynamic loss scale or with a static one, where fp32 passes 0.9 by far"
     s = zoo[name]
@@ -37,7 +37,7 @@ enough = dict(regnety=5, norm_free=4, masked_add=3, masked_fill=3, large_logits=
               large_units=6, tiny_loss=12, broken_pixels=3, backward_only=3)
 
 @quiet
-@pytest.mark.parametrize('name', zoo)
+@pytest.mark.parametrize('name', few(zoo, 'rms_inline', 'masked_add', 'backward_only'))
 def test_takes_all_steps_and_reaches_fp32(name):
     "Of two seeds, the mean is no further from fp32's than fp32's own seeds are from each other"
     s,taken = zoo[name]._replace(epochs=enough.get(name, zoo[name].epochs)),[]
@@ -68,9 +68,10 @@ class FirstHealed(Callback):
         if self.training and not self.mixed_precision.reports:
             self.batch,self.state = (*self.xb,*self.yb),{k: v.clone() for k,v in self.model.state_dict().items()}
 
-@pytest.mark.parametrize('name', not_as_cuda(
+@pytest.mark.parametrize('name', few(
     ['regnety','norm_free','masked_add','masked_fill','large_logits','rms_inline','poisson','sigmoid_bce','backward_only','cosine'],
-    ['poisson','cosine'], 'autocast computes `exp` and norms in fp32'))
+    'masked_fill', 'large_logits', 'rms_inline', 'sigmoid_bce', 'backward_only',
+    without=['poisson','cosine'], reason='autocast computes `exp` and norms in fp32'))
 def test_the_smallest_set_named_in_one_line(name):
     "All that was promoted at once is needed, and the line of code in the warning gives a fit without a single report"
     s = zoo[name]
@@ -292,6 +293,71 @@ def test_checkpoints_of_both_kinds_heal_alike(f):
     assert plain[0]==['blocks.1.1','blocks.3.1']
     for reentrant in (True,False): assert run(partial(checkpoint, use_reentrant=reentrant))==plain
 
+# %% in few forward passes
+class Root(nn.Module):
+    def forward(self, x): return x+10*torch.sqrt((x*1e-5)**2+1e-14)
+
+class Level(nn.Module):
+    def forward(self, x): return ((x*1e-5+1)-1)*1e5
+
+class Residual(nn.Module):
+    "A block with one of the faults below, or none"
+    def __init__(self, fault):
+        super().__init__()
+        self.norm,self.fc1,self.fc2 = nn.LayerNorm(16),nn.Linear(16,16),nn.Linear(16,16)
+        self.extra,self.fault = dict(derivative=Root, rounding=Level).get(fault, nn.Identity)(),fault
+        if fault=='layer': self.fc1.weight.data *= 1e6
+    def forward(self, x):
+        h = self.fc1(self.extra(self.norm(x)))
+        if self.fault=='layer': h = h*1e-6
+        if self.fault=='product': h = (h[:,:4]*3e3)@(h[:,:4].T*3e3)/1e7@h
+        if self.fault=='exception': h = h.masked_fill(h>1, -1e9).clamp(min=-1)
+        return 0.8*x+self.fc2(h.relu())
+
+class Residuals(nn.Module):
+    "Blocks with these faults; the last activation is there for a loss function that is at fault"
+    def __init__(self, faults):
+        super().__init__()
+        self.shows,self.inp,self.blocks,self.out = 'loss' in faults,nn.Linear(8,16),nn.Sequential(*map(Residual, faults)),nn.Linear(16,1)
+    def forward(self, x):
+        h = self.blocks(self.inp(x))
+        if self.shows: self.act = h*400
+        return self.out(h)
+
+places = { # by number of blocks, which faults they have
+    'one': lambda n, fault: [fault if i==n-1 else None for i in range(n)],
+    'all': lambda n, fault: [fault]*n,
+    'all, and another in one': lambda n, fault: ['layer' if i==n//2 else fault for i in range(n)]}
+
+def of_kind(name): return {'layer':'fc1', 'product':'', 'exception':''}.get(name, 'extra') # of a block, what is kept for a fault
+
+kinds_of_fault = 'layer','product','exception','derivative','rounding','loss'
+keeps_more = pytest.mark.xfail(reason='an exception hides what comes after it, so this takes more runs')
+hidden = 'exception','all',24
+cases = [pytest.param(*o, marks=keeps_more if o==hidden else ()) for o in itertools.product(kinds_of_fault, places, [6, 24])]
+
+@quiet
+@pytest.mark.parametrize('fault,where,n', cases)
+def test_healing_takes_at_most_12_forward_passes(fault, where, n):
+    "At any depth, whatever is at fault; what stays in fp32 is what is at fault, and no more"
+    faults = places[where](n, fault)
+    model,passes = Residuals(faults),[]
+    def loss(p, t): return mse(p, t)+(1e-9*model.act.pow(2).mean() if fault=='loss' else 0)
+    learn = learner(model, n=32, loss_func=loss).to_fp16_dynamic()
+    model.inp.register_forward_hook(lambda *_: passes.append(1))
+    seen = []
+    fit(learn.add_cb(Each(lambda: seen.append(len(passes)))), 1)
+    mp = learn.mixed_precision
+    assert all_taken(learn) and seen[0]-1<=12, (seen, mp.promoted)
+    kept = {f'blocks.{i}.{of_kind(o)}' for i,o in enumerate(faults) if o not in (None,'loss')}
+    assert {*mp.promoted}==(kept | {'.'} if fault=='loss' else kept)
+
+class Each(Callback):
+    "Calls `f` after each batch of the training"
+    order,run_valid = 99,False
+    def __init__(self, f): self.f = f
+    def after_batch(self): self.f()
+
 # %% what is said
 def said(make, **kwargs):
     "The learner, and its warnings"
@@ -345,7 +411,7 @@ def test_a_batch_that_fp32_cannot_run_tries_lower_scales():
     mp = learn.mixed_precision
     assert mp.history.skipped.tolist()==[i==2 for i in range(8)] and mp.history.reruns[3]>0 and mp.scaler.get_scale()<2**16
 
-@pytest.mark.parametrize('module,name', [(diagnose,'_table'), (verdict,'least_in_fp32'), (verdict,'faults'), (diagnose,'in_report')])
+@pytest.mark.parametrize('module,name', [(diagnose,'_table'), (verdict,'least_in_fp32'), (case,'faults'), (diagnose,'in_report')])
 def test_a_diagnosis_that_fails_does_not_lose_the_batch_and_says_why(module, name, monkeypatch):
     def broken(*args, **kwargs): raise IndexError('tuple index out of range')
     def make(): return learner(between(Do(times_and_back)))

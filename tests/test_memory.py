@@ -8,7 +8,7 @@ from fastai_amp16.diagnosis.deviation import deviation,loss_change
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from common import Do,between,both,clean,compare_nothing,fit,times_and_back,weights
+from common import Do,between,both,clean,compare_nothing,fit,in_turn,times_and_back,weights
 from common import learner as small_learner
 
 def storages(o): return [t.untyped_storage() for t in tree_leaves(o) if isinstance(t, torch.Tensor) and t.layout==torch.strided]
@@ -108,15 +108,14 @@ def test_where_there_is_room_for_the_batch_alone_nothing_is_compared(to, dtype, 
 
 def too_small(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
 
-@both
-@pytest.mark.parametrize('where', ['distances','deviation','loss_change','_same_infinities','states_off','sampled','AllNoted'])
-def test_wherever_memory_is_too_small(where, to, dtype, monkeypatch, recwarn):
+@in_turn(['distances','deviation','loss_change','_same_infinities','states_off','sampled','AllNoted'])
+def test_wherever_memory_is_too_small(name, to, dtype, monkeypatch, recwarn):
     "In what differs, the loss on predictions or the notes: the fit ends as without the comparison"
     ends = []
     for compares in False,True:
         with monkeypatch.context() as m:
             if not compares: compare_nothing(m)
-            m.setattr(f'fastai_amp16.diagnosis.compare.{where}', too_small)
+            m.setattr(f'fastai_amp16.diagnosis.compare.{name}', too_small)
             learn = learner(Words, to)
             fit(learn, 1)
             validation(learn)

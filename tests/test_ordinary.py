@@ -9,7 +9,7 @@ from fastai.text.models.core import get_text_classifier
 from fastai.vision.learner import create_head
 from torchvision.models import VisionTransformer
 from fastai_amp16.all import AdamW16
-from common import both,clean,fit
+from common import clean,fit,in_turn
 
 class Encoder(nn.Module):
     "PyTorch's, over the rows of an image"
@@ -83,8 +83,7 @@ def learner(data, model, n=96, bs=8, **kwargs):
 def make(name, **kwargs): return learner(*models[name], cbs=rnn_cbs() if name=='awd_lstm' else (), **kwargs)
 
 @pytest.mark.filterwarnings('error::UserWarning','ignore:On a CPU, convolutions')
-@both
-@pytest.mark.parametrize('name', models)
+@in_turn(models)
 def test_nothing_is_said(name, to, dtype):
     "Nor does a batch run again, although three of them are compared with fp32"
     learn = getattr(make(name), to)(**dict(init_scale=2.**8) if dtype==torch.float16 else {})

@@ -14,6 +14,9 @@ from readme import directives
 root = Path(__file__).parent.parent
 cfg = get_config(root)
 lib = cfg.lib_path.name
+# pages that are whole trainings; others show the same features in a few steps
+train = '''00_half_precision 01_death_spiral 02_master_weights 03_exploding_gradients 03_pytorch 04_epsilon 05_demo 05_lr_find
+           06_reports'''.split()
 nbs = sorted((root/'nbs').rglob('*.ipynb'), key=lambda o: -o.stat().st_size) # long ones first, so that all processes end together
 
 @pytest.fixture(scope='module')
@@ -38,7 +41,7 @@ def shown(cell):
 
 @pytest.mark.not_as_cuda('what is stored was computed on a CPU')
 @pytest.mark.filterwarnings('always::fastai_amp16.all.PrecisionWarning') # a page shows them
-@pytest.mark.parametrize('fn', nbs, ids=lambda o: o.stem)
+@pytest.mark.parametrize('fn', [pytest.param(o, id=o.stem, marks=[pytest.mark.slow]*(o.stem in train)) for o in nbs])
 def test_notebook(fn, monkeypatch):
     "It runs, and puts out what is stored, in kind: numbers and pixels differ between machines and versions of libraries"
     computed = []
@@ -55,7 +58,7 @@ def test_ruff():
 
 def trees():
     "The modules and scripts as syntax trees"
-    for fn in [*cfg.lib_path.rglob('*.py'), *(root/'benchmarks').glob('*.py'), *(root/'tools').glob('*.py')]:
+    for fn in [*cfg.lib_path.rglob('*.py'), *(root/'benchmarks').rglob('*.py'), *(root/'tools').glob('*.py')]:
         if fn.name!='_modidx.py': yield fn.name,ast.parse(fn.read_text())
 
 def test_functions_are_simple():
@@ -90,6 +93,12 @@ def test_nothing_private_is_imported_from_another_module():
     imports = [(name,o) for name,tree in trees() for o in ast.walk(tree)
                if isinstance(o, ast.ImportFrom) and (o.level or lib in (o.module or ''))]
     assert len(imports)>50 and not [f'{name}: {a.name}' for name,o in imports for a in o.names if a.name.startswith('_')]
+
+def test_ci_runs_the_command_of_the_readme_and_then_the_rest():
+    commands = re.findall('^uv run pytest.*', (root/'.ci'/'run').read_text(), re.M)
+    assert commands==['uv run pytest','uv run pytest -m slow'] and "-m 'not slow'" in (root/'pyproject.toml').read_text()
+    assert re.search('^uv run pytest #', (root/'README.md').read_text(), re.M)
+    for o in ('uv run pytest','uv run pytest -m "slow or not slow"'): assert f'| `{o}` |' in (root/'CONTRIBUTING.md').read_text()
 
 def test_the_page_on_pypi_has_no_links_to_files(monkeypatch):
     "The README stands there without the repository"

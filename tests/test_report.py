@@ -287,6 +287,7 @@ def test_the_color_suits_light_and_dark_pages():
     html = sample()._repr_html_()
     assert 'rgba(218,54,51,.22)' in html and html.count('color')==1 and 'color' not in sample(producer=None)._repr_html_()
 
+@pytest.mark.slow
 def test_html_is_the_same_in_another_process():
     code = "import sys,pickle; sys.stdout.buffer.write(pickle.load(sys.stdin.buffer)._repr_html_().encode())"
     env = {**os.environ, 'PYTHONHASHSEED': '1' if os.environ.get('PYTHONHASHSEED')!='1' else '2'}

@@ -10,7 +10,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.callback.core import _events
 from fastai_amp16.all import AdamW16,GradientNormClip
-from common import Items
+from common import Items,slow
 
 for k in [k for k in globals() if k.startswith('test')]: del globals()[k] # fastcore's, which pytest would run
 
@@ -356,7 +356,10 @@ def in_fp32(tmp_path_factory):
 
 def differences(what, a, b): return [k for o,p in zip(L(a), L(b)) for v,w in [(what(o), what(p))] for k in v if v[k]!=w[k]]
 
-kept = [pytest.param(o, Learner.to_fp16_dynamic, id=o) for o in programs]+[pytest.param(o, Learner.to_bf16_dynamic, id=f'{o}, bf16')
+def marks(name): return [slow]*name.startswith('Cancel') # which test_faults.py has as well
+
+kept = [pytest.param(o, Learner.to_fp16_dynamic, id=o, marks=marks(o)) for o in programs]
+kept += [pytest.param(o, Learner.to_bf16_dynamic, id=f'{o}, bf16')
         for o in ('one_cycle','momentum freeze unfreeze','accumulated three','gan','transformer','Penalised','callback_that_holds')]
 @pytest.mark.parametrize('name,to', kept)
 def test_with_everything_in_fp32_a_program_ends_as_without_us(name, to, in_fp32, tmp_path):

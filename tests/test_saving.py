@@ -11,7 +11,6 @@ from fastai_amp16.all import GradNorm,GradientNormClip,RMSProp16,ranger16
 from fastai_amp16.learner import running
 import common
 from common import *
-from processes import in_a_process
 
 def test_edits_and_loads_in_the_middle_of_a_fit_reach_the_next_forward(tmp_path):
     class Edit(Callback):
@@ -152,7 +151,7 @@ def same(a, b):
 @pytest.mark.cpu_only('bit for bit')
 @poisoned('backward')
 @pytest.mark.warns('`mul` in 4')
-def test_killed_and_resumed_in_a_new_process(tmp_path):
+def test_killed_and_resumed_in_a_new_process(tmp_path, in_a_process):
     "Ends where the uninterrupted fit ends, bit for bit: weights, optimizer, scale, random state"
     def process(what):
         begin = f'import conftest; conftest.prepare(); import common,test_saving; common.drawn = common.optimizers[{name!r}]'
@@ -287,7 +286,7 @@ def test_a_learner_that_is_copied_or_exported_in_the_middle_of_a_fit(to, tmp_pat
         if hasattr(o, 'mixed_precision'): assert len(o.mixed_precision.history)>=4
         clean(o)
 
-def test_what_a_fit_in_fp32_exports_needs_no_package(tmp_path):
+def test_what_a_fit_in_fp32_exports_needs_no_package(tmp_path, in_a_process):
     "Though it is imported"
     made = "from fastai.basics import *\nfrom fastai_amp16.all import *\n"
     fits = """
@@ -326,7 +325,7 @@ with learn.no_bar():
 assert torch.float16 in seen and len(learn.mixed_precision.history)>=4
 '''
 
-def test_whoever_brings_in_the_callback_finds_learners_prepared(tmp_path):
+def test_whoever_brings_in_the_callback_finds_learners_prepared(tmp_path, in_a_process):
     "By unpickling one in a process that has imported fastai alone, or by importing nothing else"
     learn = learner(path=tmp_path).to_fp16_dynamic()
     for name,l in (('before',learn), ('after',fit(learn, 1))): torch.save(l, tmp_path/f'{name}.pkl')
@@ -350,7 +349,7 @@ assert learn.model(torch.ones(2, 8)).shape==(2,1)
 '''
 
 @pytest.mark.parametrize('opt_func', [AdamW16, partial(RMSProp16, mom=0.5), ranger16], ids=['AdamW16','RMSProp16','ranger16'])
-def test_an_export_needs_fastai_alone(opt_func, tmp_path):
+def test_an_export_needs_fastai_alone(opt_func, tmp_path, in_a_process):
     "Whatever of this package the learner has"
     learn = learner(nn.Linear(8,1), loss_func=nn.MSELoss(), opt_func=opt_func, path=tmp_path, metrics=GradNorm(), cbs=GradientNormClip())
     fit(learn.to_fp16_dynamic(), 1)
@@ -358,7 +357,7 @@ def test_an_export_needs_fastai_alone(opt_func, tmp_path):
     learn.export('plain.pkl')
     in_a_process(alone, tmp_path)
 
-def test_an_export_after_to_fp32_needs_nothing_of_this_package(tmp_path):
+def test_an_export_after_to_fp32_needs_nothing_of_this_package(tmp_path, in_a_process):
     learn = fit(learner(nn.Linear(8,1), loss_func=nn.MSELoss(), opt_func=Adam, path=tmp_path).to_fp16_dynamic(), 1)
     learn.dls = DataLoaders.from_dsets(TfmdLists([0], [noop]), TfmdLists([0], [noop]), bs=8)
     learn.to_fp32().export('plain.pkl')

@@ -8,7 +8,8 @@ from fastai_amp16.all import AdamW16,PrecisionWarning
 from fastai_amp16.precision.comparable import true_fp32
 from fastai_amp16.diagnosis.deviation import deviation
 from torch.nn.utils import get_total_norm
-from common import Do,both,clean,fit
+import common
+from common import Do,both,clean,few,fit,in_turn,mse,slow
 from overflows import Outlier
 
 pytestmark = pytest.mark.usefixtures('as_in_programs') # what is wrong, and what is not, depends on the numbers that are drawn
@@ -281,8 +282,7 @@ healthy = { # inputs, targets, model, and other arguments of the learner
     'a level that hardly matters': (xs, lambda x: 1500+3000*product(x), lambda: Level(1500.)),
 }
 
-@both
-@pytest.mark.parametrize('name', healthy)
+@in_turn(healthy)
 def test_nothing_is_said_of_what_rounding_explains(name, to, dtype):
     inputs,targets,model,*kwargs = healthy[name]
     with warnings.catch_warnings():
@@ -316,11 +316,12 @@ def test_a_single_sample_off_must_be_seen_in_two_comparisons_running(at, promote
 # %% random programs, others each week
 week = datetime.date.today().isocalendar().week
 
+@slow
 @both
 @pytest.mark.parametrize('kind,most', [('wrong',1),('healthy',1)])
 def test_random_programs(kind, most, to, dtype):
-    "Nearly all that half precision makes wrong end as in fp32, and of nearly all that are healthy nothing is said (benchmarks/silent.py)"
-    import silent # of benchmarks/, which other processes do not find
+    "Nearly all that half precision makes wrong end as in fp32, and of nearly all that are healthy nothing is said (see silent.py)"
+    from benchmarks.accuracy import silent # which other processes may not find
     rows,k = [],to[3:7]
     for seed in range(1000*week, 1000*week+8):
         fp32 = silent.train(silent.draw(kind, seed), 'to_fp32')[0]
@@ -413,7 +414,7 @@ def test_found_in_a_validation():
     assert mp.promoted and not mp.history.reruns.any() and deviation(predictions(learn), predictions(fp32))<0.2
 
 @pytest.mark.parametrize('to,kwargs', [('to_bf16_dynamic',{}), ('to_fp16_dynamic',dict(init_scale=2.**24))], ids=['bf16','high scale'])
-@pytest.mark.parametrize('name', ['argmax','chaotic','outputs near 0','many batch norms of four'])
+@pytest.mark.parametrize('name', few(['argmax','chaotic','outputs near 0','many batch norms of four'], 'argmax', 'chaotic'))
 def test_the_doctor_says_nothing_of_rounding(name, to, kwargs):
     "Whether the loss scale must fall first or not"
     inputs,targets,model,*others = healthy[name]
@@ -593,3 +594,24 @@ def test_a_batch_that_fp32_cannot_use_costs_two_forward_passes_more():
         warnings.simplefilter('ignore')
         mp = fit(learn, 1).mixed_precision
     assert mp.n_skipped==6 and len(calls)<=30+1+2*6+3
+
+class Big(nn.Module):
+    "Loses the digits of what it shifts, and has so many weights that a few samples are enough to see it"
+    def __init__(self, sizes, norm, gives=lambda x: x):
+        super().__init__()
+        self.inp,self.norm,self.out,self.sizes,self.gives = nn.Linear(8,16),norm,nn.Linear(16,1),sizes,gives
+        self.shift,self.rest = Do(lambda x: (x+3000)-3000),nn.Parameter(torch.zeros(2**21), requires_grad=False)
+    def forward(self, x):
+        self.sizes(len(x))
+        return self.gives(self.out(self.shift(self.norm(self.inp(x)))))
+
+@pytest.mark.filterwarnings('always::fastai_amp16.all.PrecisionWarning')
+@pytest.mark.parametrize('norm,gives,compared', [
+    (nn.Identity(), lambda x: x, [16,16]), (nn.BatchNorm1d(16), lambda x: x, [64]), (nn.Identity(), lambda x: (x,x.sum()), [16,64])],
+    ids=['by sample','batch norm','a sum'])
+def test_a_few_samples_of_a_large_batch_are_compared(norm, gives, compared):
+    "By the sizes of the first calls in fp32 and in half precision, before that of the batch"
+    sizes = []
+    def loss(p, t): return mse(p[0] if isinstance(p, tuple) else p, t)
+    learn = fit(common.learner(Big(sizes.append, norm, gives), n=128, bs=64, loss_func=loss).to_fp16_dynamic(), 1)
+    assert sizes[:len(compared)+1]==[*compared,64] and learn.mixed_precision.promoted==['shift']

@@ -1,6 +1,7 @@
 "What a batch may change is noted, and put back before it runs again: statistics, hidden states, counters, random numbers, inputs"
 import copy,gc,logging,math,random,threading,tracemalloc,weakref
 from collections import Counter,OrderedDict,defaultdict,deque
+from functools import partial
 from types import SimpleNamespace
 import numpy as np
 import pytest,torch
@@ -11,7 +12,6 @@ import fastai_amp16.learner # noqa: F401 (it gives `Learner` its methods)
 from fastai_amp16.train.snapshot import LearnerState,ModelState,RandomStates
 from common import Detour,Poison,equal,fit,learner,mlp,mse,plain_mlp,state
 
-random_states = RandomStates().note
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning')
 
@@ -166,6 +166,53 @@ def test_logs_at_any_depth_are_exact():
         assert cb.rows==expected and list(cb.rows)==list(expected)
     assert len(cb.meter.log)==len(logs[0])+1 # `ModelState` does not know it
 
+# --- modules that do not run in each batch
+
+class Counted(nn.Module):
+    "Counts its calls, in an attribute, in a list and in a batch norm"
+    def __init__(self):
+        super().__init__()
+        self.bn,self.n,self.all = nn.BatchNorm1d(16),0,[]
+    def forward(self, x):
+        self.n += 1
+        self.all.append(self.n)
+        return self.bn(x)
+
+class Late(nn.Module):
+    "A layer that runs from the batch `start` on, and one whose statistics other code uses"
+    def __init__(self, start):
+        super().__init__()
+        self.inp,self.out,self.late,self.start,self.batch = nn.Linear(8,16),nn.Linear(16,1),Counted(),start,0
+        self.never,self.used = nn.Sequential(Counted()),nn.BatchNorm1d(8)
+    def forward(self, x):
+        if self.training:
+            nn.functional.batch_norm(x, self.used.running_mean, self.used.running_var, training=True)
+            self.batch += 1
+        x = self.inp(x)
+        return self.out(self.late(x) if self.batch>self.start else x)
+
+@pytest.mark.parametrize('start,loud', [(0,0), (0,2), (2,2), (5,5), (5,7)])
+def test_a_module_that_runs_late_counts_each_batch_once(start, loud):
+    "Whether it runs for the first time in an attempt or before; another one never runs"
+    a,b = beside(lambda: learner(partial(Late, start), n=160, cbs=Loud(loud)))
+    assert b.mixed_precision.history.reruns[loud]>0
+    late = b.model.late
+    assert (late.n,late.bn.num_batches_tracked)==(a.model.late.n,10-start) and late.all==[*range(1, late.n+1)]
+    assert b.model.never[0].n==0
+    torch.testing.assert_close(b.model.used.running_mean, a.model.used.running_mean)
+
+def test_what_you_change_in_a_module_that_does_not_run_stays():
+    class Change(Callback):
+        "Between two steps, so that no attempt may undo it"
+        def after_batch(self):
+            if not self.training: return
+            never = self.model.never[0]
+            never.n,never.bn.momentum = self.train_iter,0.5
+            never.all.append(self.train_iter)
+    learn = fit(learner(partial(Late, 0), n=160, cbs=[Change(), Loud(6)]).to_fp16_dynamic(), 1)
+    assert learn.mixed_precision.history.reruns[6]>0
+    assert learn.model.never[0].n==10 and learn.model.never[0].all==[*range(1, 11)]
+
 # --- random numbers
 
 draws = {
@@ -185,39 +232,29 @@ def begun(name, began):
 @pytest.mark.parametrize('began', [0,1,2])
 @pytest.mark.parametrize('name', draws)
 def test_random_numbers_drawn_again_are_the_same(name, began):
-    "From the first batch that draws on, whenever that is, and whatever was drawn before"
-    draw = begun(name, began)
+    "Whatever was drawn before, also in a batch after one that draws nothing"
+    draw,states = begun(name, began),RandomStates()
     for i in range(6):
-        before = random_states()
-        if i in (1,4): continue # a batch that draws nothing
-        first = draw()
-        for _ in range(2):
-            if i==3: np.random.shuffle([*range(9)]) # what an attempt draws need not be what the next one draws
-            for restore,numbers in before: restore(numbers)
-            assert draw()==first
+        restore = states.note()
+        if i not in (1,4):
+            first = draw()
+            for _ in range(2):
+                if i==3: np.random.shuffle([*range(9)]) # what an attempt draws need not be what the next one draws
+                restore()
+                assert draw()==first
+        states.end()
 
-@pytest.mark.parametrize('began', [0,1])
-@pytest.mark.parametrize('name', draws)
-def test_random_states_that_nobody_has_put_back_meanwhile(name, began):
-    "Those of a batch are new if the batch before has drawn, numbers or a Gaussian that was left over"
-    draw = begun(name, began)
-    for n in (0,1,3):
-        for _ in range(n): random_states(), draw()
-        before,first = random_states(),draw()
-        for restore,numbers in before: restore(numbers)
-        assert draw()==first
-
-def test_a_gaussian_that_numpy_keeps_is_kept_again_after_it_is_put_back():
-    "numpy makes two at once; that it keeps one does not show in the memory of its generator"
-    np.random.seed(0) # none is kept
-    np.random.randn()
-    before = random_states()
-    np.random.randn()
-    random_states()
-    for restore,numbers in before: restore(numbers)
-    before,first = random_states(),np.random.randn(2).tolist()
-    for restore,numbers in before: restore(numbers)
-    assert np.random.randn(2).tolist()==first
+def test_batches_that_draw_late():
+    "A batch that draws from Python's or numpy's generator for the first time draws the same again if it is noted, and those after it"
+    states = RandomStates()
+    for i in range(1, 12):
+        restore = states.note()
+        if i>=7:
+            first = np.random.rand(),random.random(),torch.rand(1).item()
+            restore()
+            again = np.random.rand(),random.random(),torch.rand(1).item()
+            assert again==first if i>7 else again[2]==first[2] # the eighth is looked at, the seventh is not
+        states.end()
 
 class Draws(nn.Module):
     "Notes what was drawn in each forward pass, as an object that is not put back"
@@ -341,6 +378,14 @@ def test_the_loss_function_may_be_a_method_of_a_callback():
             return self.own(p, t)
     learn = fit(learner(cbs=[Method(), Loud(1), Poison({3}, 'backward'), GradientAccumulation(32)]).to_fp16_dynamic(), 1)
     assert learn.mixed_precision.n_skipped==1 and learn.mixed_precision.n_rerun>1 and learn.method.n==learn.method.batches==4
+
+def test_an_attribute_that_an_attempt_has_added_is_gone_again():
+    learn = learner(plain_mlp).to_fp16_dynamic()
+    states = LearnerState(learn),ModelState(learn.model, nn.MSELoss())
+    (put_back,_),modules_back = [o.note() for o in states]
+    learn.new = learn.model.new = 1
+    put_back(), modules_back()
+    assert not hasattr(learn, 'new') and not hasattr(learn.model, 'new')
 
 def test_modes_are_put_back():
     "A learner's own method that evaluates, and trains a part only, when an attempt is left"
