@@ -13,6 +13,7 @@ from fastai.callback.schedule import LRFinder
 from .precision.names import as_list
 from .precision.plan import PrecisionPlan,unwrap
 from .train.scaler import DynamicScaler
+from .train.grads import hypers_of
 from .train.snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
 from .train.ranks import Ranks
 from .train.rerun import Batches,Left,control_exceptions
@@ -152,7 +153,7 @@ class DynamicMixedPrecision(MixedPrecision):
         "Find everything that a batch may change"
         modules = ModelState(self.plan.model, self.learn.loss_func, self.learn)
         modules.infinity_is_fault = self.infinite_model is not self.learn.model
-        self.states = modules,LearnerState(self.learn, modules.hooks) # callbacks may add and remove hooks in a batch
+        self.states = modules,LearnerState(self.learn, hooks=modules.hooks)
 
     # A fit
 
@@ -283,7 +284,7 @@ class DynamicMixedPrecision(MixedPrecision):
         "Add the step to the history, and plan when predictions are compared next"
         step = self.step
         self.comparison.end_step(step)
-        epoch,lr = getattr(self.learn, 'epoch', 0),float(self.opt.hypers[-1]['lr'])
+        epoch,lr = getattr(self.learn, 'epoch', 0),float(hypers_of(self.opt)[-1]['lr'])
         self.log.add(scale, step.reruns, skipped, step.norm, epoch, lr)
         step.done = True
 

@@ -38,7 +38,8 @@ def _for_export(state):
     for k in ('cbs','_metrics'): res[k] = state[k].filter(_of_this_package, negate=True)
     return {**res, 'opt_func':as_fastais(state['opt_func'])}
 
-_of_a_fit = '_entry','_fitting','_exporting','_loaded' # attributes that a learner has while it fits, exports or loads
+# attributes that a learner has while it fits, exports or loads
+_of_a_fit = '_entry','_acting','_fitting','_exporting','_loaded'
 
 @patch_to(Learner)
 @functools.wraps(_fastais_getstate)

@@ -17,6 +17,7 @@ from .precision.names import as_list,in_words
 from .precision.plan import is_norm
 from .precision.entry import Entry,MixesDtypes
 from .util.torch_private import ThreadState
+from .events import ActingCallbacks
 from .train.scaler import DynamicScaler,require
 from .train.history import plot_history
 from .optim.clip import GradientNormClip
@@ -189,6 +190,8 @@ def _only_last(learn):
         if is_ours and not learn._fitting: learn.scaler = None
 
 # %% ../nbs/02_learner.ipynb #842d7b8e
+_fastais_call = fastais_own(Learner, '__call__')
+
 def _with_stand_ins(learn, f):
     "Run `f` with stand-ins on the modules of the model; at its end torch's state is as before, even after a Ctrl-C"
     is_inside = '_entry' in vars(learn) # a validation in a fit
@@ -199,10 +202,10 @@ def _with_stand_ins(learn, f):
     def leave():
         before.put_back()
         entry.leave()
-        vars(learn).pop('_entry', None)
+        for k in ('_entry','_acting'): vars(learn).pop(k, None)
     try:
         try:
-            learn._entry = entry
+            learn._entry,learn._acting = entry,ActingCallbacks(learn, _fastais_call)
             mp = running(learn)
             if learn._fitting or _can_compute_half(mp): mp.ready(entry)
             f()
@@ -275,19 +278,18 @@ def _step(learn, f):
 _around = {'fit':_fit, 'validate':_with_stand_ins, 'batch':_batch, 'backward':_backward, 'step':_step}
 
 # %% ../nbs/02_learner.ipynb #e115fbf3
-_fastais_events,_fastais_call = [fastais_own(Learner, o) for o in ('_with_events','__call__')]
-
+_fastais_events = fastais_own(Learner, '_with_events')
 _within_autocast = 'after_pred','after_loss' # events at which fastai's autocast is on
 
 @patch_to(Learner)
 @functools.wraps(_fastais_call)
 def __call__(self, event_name):
-    "fastai's own; callbacks may use what a hook has kept of the forward pass, as they do with fastai's"
+    "As fastai's own, for callbacks that act; these may use what a hook has kept of the forward pass, as with fastai's"
+    acting = vars(self).get('_acting')
+    call = partial(_fastais_call, self, event_name) if acting is None else acting.at(event_name)
+    if call is None: return
     mp = running(self) if event_name in _within_autocast else None
-    if mp is None or mp.plan is None:
-        _fastais_call(self, event_name)
-        return
-    with MixesDtypes(mp.plan.device_type): _fastais_call(self, event_name)
+    with MixesDtypes(mp.plan.device_type) if mp and mp.plan else nullcontext(): call()
 
 def _record_again(learn):
     "Let the callback that was left out for a batch run again"
@@ -300,7 +302,8 @@ def _with_events(self, f, event_type, ex, final=noop):
     "fastai's own, which runs every part of a fit"
     around = _around.get(event_type)
     run = partial(around, self, f) if around else f
-    with _only_last(self) if event_type in ('fit','validate') else nullcontext():
+    if event_type not in ('fit','validate','batch'): return _fastais_events(self, run, event_type, ex, final)
+    with _only_last(self) if event_type!='batch' else nullcontext():
         try: _fastais_events(self, run, event_type, ex, final)
         finally:
             if event_type=='batch': _record_again(self)

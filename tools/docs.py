@@ -237,7 +237,9 @@ def build(out):
             elif path.suffix=='.py': text = _source(path)
             else:
                 text = linked(path.read_text(), path)
-                for o in re.findall(r'\]\((\w+\.json)\)', text): shutil.copy(path.parent/o, (site/to).parent)
+                for o in re.findall(r'\]\(([\w/]+\.json)\)', text):
+                    (site/to).parent.joinpath(o).parent.mkdir(exist_ok=True, parents=True)
+                    shutil.copy(path.parent/o, (site/to).parent/o)
             (site/to).write_text(with_meta(text, path))
         for path,to in images.items(): shutil.copy(path, site/to)
         _mkdocs(Path(d), out)

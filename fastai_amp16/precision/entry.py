@@ -6,9 +6,12 @@
 __all__ = ['Entry', 'MixesDtypes', 'outside']
 
 # %% ../../nbs/precision/05_entry.ipynb #8252ec31
+import operator
 from functools import partial
+from itertools import compress
 from threading import get_ident,local
 import torch
+from fastcore.imports import noop
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -77,23 +80,23 @@ class _Inside(local):
     "Is a forward pass under way? Each thread has its own answer: another one may call the model as well"
     now = False
 
+_nothing = object() # where there is no stand-in yet
+
 class Entry:
     "The stand-ins of one model, and the precision plan of its forward passes"
     def __init__(self):
-        self.model,self.casts = None,_SharedCasts([])
-        self._inside_pass = _Inside()
+        self.model = None
+        self.casts = _SharedCasts([])
+        self.inside = _Inside()
         self.thread = get_ident() # that of the fit, which makes the forward passes
         self.passes = 0 # in half precision, without recomputations
+        self.ran = set() # the ids of modules that were called
         self.in_optimizer = False # Does a step of the optimizer run, whose closure may call the model?
         self.closures = 0 # forward passes that it has made
         self._plan,self._roles,self.placed = None,{},{} # stand-ins by module and method
-        # called instead of the next forward pass, with a function that makes it, and one that makes it by another plan
+        # called instead of the next forward pass, with a function that makes it, and one that makes it by another plan,
+        # with a function of each input if that is given
         self.around_next = None
-
-    @property
-    def inside(self) -> bool:
-        "Is a forward pass under way on this thread?"
-        return self._inside_pass.now
 
     @property
     def plan(self) -> PrecisionPlan: # `None` for forward passes in fp32
@@ -115,12 +118,23 @@ class Entry:
             self.leave()
             # what a Ctrl-C has left, or a fit around this one, which puts them back
             remove_stand_ins(model.modules(), of_all=True)
-            self.model,self.casts = model,_SharedCasts([*model.parameters()])
-            self.placed = dict.fromkeys(self._places(model))
-        for (m,attr),f in self.placed.items():
-            if f is not None and vars(m).get(attr) is f: continue
+            self.model = model
+            self.casts = _SharedCasts([*model.parameters()])
+            self.placed = dict.fromkeys(self._places(model), _nothing)
+            self._dicts = [vars(m) for m,_ in self.placed]
+            self._attrs = [attr for _,attr in self.placed]
+        for m,attr in self._missing():
             put_stand_in(m, self, self._roles.get(m) if attr=='forward' else None, attr)
             self.placed[m,attr] = vars(m)[attr]
+
+    def _missing(self):
+        "The places without their stand-in, in most batches none"
+        get = operator.getitem
+        try: now = list(map(get, self._dicts, self._attrs))
+        except KeyError: now = list(map(dict.get, self._dicts, self._attrs))
+        placed = list(self.placed.values())
+        if all(map(operator.is_, now, placed)): return []
+        return list(compress(self.placed, map(operator.is_not, now, placed)))
 
     def _places(self, model):
         "Pairs of a module and a method that get a stand-in"
@@ -143,14 +157,15 @@ class Entry:
     def leave(self):
         "Remove the stand-ins for good: all modules get their own `forward` back"
         self.model = None
-        self._inside_pass.now = False
+        self.inside.now = False
         self.casts.end_batch()
         remove_stand_ins(m for m,_ in self.placed)
         self.placed = {}
 
     def end_batch(self):
         "Forget what is of one batch only"
-        self.around_next,self.in_optimizer = None,False
+        self.around_next = None
+        self.in_optimizer = False
         self.casts.end_batch()
 
     def call(self,
@@ -174,10 +189,9 @@ class Entry:
         return torch.is_autocast_enabled(self._plan.device_type) or not torch.is_autocast_cache_enabled()
 
     def _inside(self, run, m, args, kwargs):
-        here = self._inside_pass
-        here.now = True # the modules that it calls belong to this pass
+        self.inside.now = True # the modules that it calls belong to this pass
         try: return run(m, args, kwargs)
-        finally: here.now = False
+        finally: self.inside.now = False
 
     def _in_fp32(self, run, m, args, kwargs):
         self.closures += self.in_optimizer
@@ -187,11 +201,13 @@ class Entry:
             return self._inside(run, m, cast_floats(args), cast_floats(kwargs))
 
     def _around(self, run, m, args, kwargs):
-        around,self.around_next,before = self.around_next,None,self._plan
-        def call_by(plan):
+        around = self.around_next
+        self.around_next = None
+        before = self._plan
+        def call_by(plan, part=noop):
             self.plan = plan
             # copies, since a module may write to inputs
-            try: return self.call(run, m, *replace((args,kwargs), lambda t: t.detach().clone()))
+            try: return self.call(run, m, *replace((args,kwargs), lambda t: part(t.detach()).clone()))
             finally: self.plan = before
         return around(partial(self.call, run, m, args, kwargs), call_by)
 
@@ -227,7 +243,9 @@ def outside(
     node # Of an autograd graph
 ) -> list: # Of tensors
     "Find the leaves that a backward pass from `node` reaches without passing through a forward pass of the model"
-    res,nodes,seen = [],[node],set()
+    res = []
+    nodes = [node]
+    seen = set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen: continue

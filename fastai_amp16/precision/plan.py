@@ -19,7 +19,7 @@ from ..util.nested import half_types
 from ..util.torch_private import inside_compiled
 from .recurrent import recurrent_dtype
 from .stand_in import Role,as_it_is,in_fp32,in_half,in_true_fp32,own_forward,put_stand_in
-from .stand_in import recurrent_in_bf16,remove_stand_ins
+from .stand_in import recurrent_in_bf16,remove_stand_ins,torchs_norm
 
 # %% ../../nbs/precision/04_plan.ipynb #bc6706e7
 def register_norm(
@@ -112,10 +112,13 @@ def _refuse_several_devices(model):
                          "and fit in `with learn.distrib_ctx(): …`, as examples/train_distributed.py does.")
 
 # %% ../../nbs/precision/04_plan.ipynb #9009932a
+def _is_torchs(m):
+    "Does `m` run code of torch's?"
+    return type(m).__module__.startswith('torch.nn.') and own_forward(m) is None
+
 def _reads_half(m, device_type):
     "Does the kernel of torch's norm `m` read half precision, compute in fp32, and take fp32 weights if there are any?"
-    is_torchs = type(m).__module__.startswith('torch.nn.') and own_forward(m) is None
-    if device_type!='cuda' or not is_torchs: return False
+    if device_type!='cuda' or not _is_torchs(m): return False
     if isinstance(m, nn.LayerNorm): return m.weight is None
     return isinstance(m, (*_batch_norms, *_instance_norms))
 
@@ -143,7 +146,7 @@ def _half_parts(model):
 
 no_half_masters = ("This code casts weights to half precision, but they have to stay in fp32: remove the cast, "
                    "or keep its module in fp32.")
-_checked = 16 # forward passes: a batch may make several, each of another module
+_checked = 1,2,4,8,16 # forward passes: a batch may make several, each of another module
 
 class PrecisionPlan:
     """Which modules of `model` compute in fp32 in a forward pass, and which in half precision
@@ -167,7 +170,7 @@ class PrecisionPlan:
         self.params = list(self.model.parameters())
         _refuse(self.model, self.params)
         self.device_type = self.params[0].device.type # 'cpu', 'cuda', 'mps', ...
-        self.n_checked = 0 # forward passes
+        self.n_passes,self.masters = 0,None # weights in fp32, with their data at the first forward pass
         self._select(as_list(keep_fp32))
         self._assign()
 
@@ -217,6 +220,8 @@ class PrecisionPlan:
         # autocast has a rule for layer norms, and `SyncBatchNorm` many operations
         needs_role = not reads_half or isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm))
         if not needs_role: return None # the kernel does the same
+        takes_one = isinstance(m, (nn.LayerNorm,nn.GroupNorm,*_batch_norms[:-1])) and _is_torchs(m)
+        if takes_one and not reads_half: return self._as(torchs_norm)
         return self._as(in_fp32, as_given=isinstance(m, _torchs_norms), reads_half=reads_half)
 
     @contextmanager
@@ -225,9 +230,8 @@ class PrecisionPlan:
 
         In the first passes of a plan, raises `TypeError` where code in it has cast fp32 weights to half precision, and
         restores these."""
-        self.n_checked += 1
-        masters = [p for p in self.params if p.dtype==torch.float32] if self.n_checked<=_checked else []
-        data = [p.data for p in masters]
+        self.n_passes += 1
+        if self.n_passes==1: self.masters = [(p,p.data) for p in self.params if p.dtype==torch.float32]
         # torch's fast path for transformers takes weights and inputs of one dtype, and asks if CUDA's autocast is on
         before = torch.is_autocast_enabled('cuda')
         torch.set_autocast_enabled('cuda', before or bool(self.in_half))
@@ -235,14 +239,20 @@ class PrecisionPlan:
             with torch.autocast(self.device_type, dtype=self.dtype): yield
         finally:
             torch.set_autocast_enabled('cuda', before)
-            cast = [(p,d) for p,d in zip(masters, data) if p.dtype in half_types]
-            for p,d in cast: p.data = d
-        if cast: raise TypeError(no_half_masters)
+            are_cast = self.n_passes in _checked and self._restore_masters()
+        if are_cast: raise TypeError(no_half_masters)
+
+    def _restore_masters(self):
+        "Restore the weights that code has cast to half precision; were there any?"
+        cast = [(p,data) for p,data in self.masters if p.dtype in half_types]
+        for p,data in cast: p.data = data
+        if self.n_passes==_checked[-1]: self.masters = None
+        return bool(cast)
 
     @contextmanager
     def forward_pass(self):
         "A context for one forward pass: autocast is on, and norms and kept modules compute in fp32"
-        owner = SimpleNamespace(inside=True, model=self.model)
+        owner = SimpleNamespace(inside=SimpleNamespace(now=True), ran=set(), model=self.model)
         try:
             for m,role in self.roles.items(): put_stand_in(m, owner, role)
             with self.autocast(): yield self

@@ -7,6 +7,7 @@ __all__ = ['StepRecord', 'History', 'LossScale', 'SkippedSteps', 'GradNorm', 'pl
 
 # %% ../../nbs/train/08_history.ipynb #68e3d9a3
 import itertools
+from collections import deque
 from typing import NamedTuple
 from fastai.basics import *
 from matplotlib.ticker import LogFormatter
@@ -34,11 +35,13 @@ class History:
         self.fits = [] # 'fit' or 'lr_find' for each
         self.fit_start,self.ending = 0,'none' # where the last one starts, and how it ended
         self.kept_since = {} # the step since which a module is in fp32, by the name in `promoted`
+        self.norms = deque(maxlen=32) # of the gradients, in the last steps of this fit
 
     def begin_fit(self, kind:str): # 'fit' or 'lr_find'
         "The steps from now on belong to a new fit"
         self.fits.append(kind)
         self.fit_start,self.ending = len(self.steps),'ended by a callback or an exception' # unless its end is reached
+        self.norms.clear()
 
     def add(self,
         loss_scale:float, # Loss scale of the last attempt
@@ -54,6 +57,7 @@ class History:
         self.steps.append(StepRecord(fit, kind, epoch, lr, loss_scale, reruns, skipped, grad_norm))
         self.n_rerun += reruns
         self.n_skipped += skipped
+        self.norms.append(-math.inf if skipped else grad_norm)
         if not skipped: self.skipped_in_a_row = 0
 
     def add_diagnosis(self,
@@ -70,9 +74,8 @@ class History:
     @property
     def largest_norm(self) -> float:
         "The largest gradient norm of the last steps of the fit; infinite before there are eight"
-        start = max(self.fit_start, len(self.steps)-32)
-        norms = [o.grad_norm for o in self.steps[start:] if not o.skipped]
-        return max(norms) if len(norms)>7 else math.inf
+        n_taken = len(self.norms)-self.norms.count(-math.inf)
+        return max(self.norms) if n_taken>7 else math.inf
 
     @property
     def n_in_fit(self) -> int:

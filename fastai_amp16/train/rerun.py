@@ -8,12 +8,11 @@ __all__ = ['control_exceptions', 'Gradients', 'Left', 'may_be_halfs', 'Batches']
 # %% ../../nbs/train/05_rerun.ipynb #671e99c5
 import inspect,traceback
 from contextlib import ExitStack
-from functools import cached_property
 from fastai.basics import *
 from ..precision.entry import Entry,outside
-from .grads import scale_grads
+from .grads import grads_of,scale_grads
 from ..util.nested import all_tensors,stored
-from ..util.notes import Copy
+from ..util.copies import Tensors
 from ..precision.plan import PrecisionPlan
 from ..util.torch_private import hooks_of,no_torch_function
 from .snapshot import LearnerState,ModelState
@@ -44,35 +43,47 @@ class Gradients:
         model_state:ModelState, # State of its modules
         leftovers:bool=False # May an earlier fit have left gradients?
     ):
-        self.learn,self.model_state = learn,model_state
-        def copied(grad): return grad.clone() if leftovers and grad is not None else None
-        ps = self.params.values() if learn.training else ()
-        self.before = [(p,p.grad,copied(p.grad)) for p in ps]
+        self.learn = learn
+        self.params = model_state.leaves
+        self.params.refresh(learn.opt, model_state.trains)
+        had = self.params.had if learn.training else {}
+        self.before = dict(zip(had, grads_of(had.values()))) # by the ids of parameters
+        self.copies = {i: g.clone() for i,g in self.before.items() if g is not None} if leftovers else {}
+        self.is_fresh = False # Does `params` know what the last backward pass has reached?
         self.scale = 1. # what they are multiplied by now
         self.hooks = [] # dicts of hooks that see true gradients now, with the number of each, and the hook itself
         self.leaves = {} # tensors outside the model that get gradients from the loss, with those they had before
         self.scaling = ExitStack() # with a mode that scales backward passes, until `after_backward`
 
-    @cached_property
-    def params(self) -> dict: # By id
-        "All parameters that may have gradients, including those of a loss function and others that the optimizer holds"
-        opt = self.learn.opt
-        in_opt = [] if opt is None else [p for pg in opt.param_lists for p in pg]
-        return {id(p): p for p in (*self.model_state.params, *in_opt)}
+    def held(self) -> list:
+        "All gradients that there are now, of parameters and of leaves outside the model"
+        return [g for g in grads_of((*self.params.had.values(), *self.leaves)) if g is not None]
 
-    def held(self) -> list: # Parameters, and leaves outside the model
-        "Everything that has a gradient now"
-        return [p for p in (*self.params.values(), *self.leaves) if p.grad is not None]
+    def used(self) -> list:
+        "The gradients that the optimizer uses"
+        if not self.is_fresh: self.params.look()
+        return [g for g in grads_of(self.params.present) if g is not None]
+
+    def others(self) -> list: # As for `held`
+        "The gradients that it does not use"
+        ps = self.params.others.values()
+        return [g for g in grads_of((*ps, *self.leaves)) if g is not None]
+
+    def end_backward(self):
+        "Find what the backward pass has reached, and let all gradients be the true ones again"
+        self.params.look()
+        self.rescale(1.)
+        self.is_fresh = True
 
     def rescale(self,
         scale:float # The loss scale in a backward pass, 1 outside
     ):
         "Let all gradients be multiplied by `scale`"
-        factor,self.scale = scale/self.scale,scale
+        factor = scale/self.scale
+        self.scale = scale
         if factor==1: return
         self.show(scale)
-        grads = [p.grad for p in self.held()]
-        if grads: scale_grads(grads, factor)
+        if grads := self.held(): scale_grads(grads, factor)
 
     def show(self,
         scale:float # The loss scale in a backward pass, 1 outside
@@ -82,9 +93,9 @@ class Gradients:
             if k in hooks: hooks[k] = hook # not removed since
         self.hooks = []
         if scale==1: return
-        before,after = hooks_of((*self.params.values(), *self.leaves))
-        self._replace(before, _with_true, scale)
-        self._replace(after, _after_true, scale)
+        for before,after in (self.params.hooks(),hooks_of(self.leaves)):
+            self._replace(before, _with_true, scale)
+            self._replace(after, _after_true, scale)
 
     def _replace(self, dicts, call, scale):
         for hooks in dicts:
@@ -101,7 +112,7 @@ class Gradients:
         factor = scale/self.scale
         if factor==1: return loss
         for t in outside(loss.grad_fn): # a temperature, the centers of a loss function, an input
-            if t in self.leaves or id(t) in self.params: continue
+            if t in self.leaves or t in self.params: continue
             self.leaves[t] = None if t.grad is None else t.grad.clone()
         self.rescale(scale)
         with no_torch_function(): return loss.float()*factor # a plain tensor, which is faster
@@ -109,13 +120,15 @@ class Gradients:
     def drop(self):
         "Restore the gradients of the start of the step: `None`, zeros, or what an earlier fit has left"
         self.scale = 1.
+        self.is_fresh = False
         self.show(1.)
-        for p,grad,values in self.before:
-            p.grad = grad
-            if grad is None: continue
-            grad.detach_()
-            if values is None: grad.zero_() # momentum and decay continue
-            else: grad.copy_(values)
+        self.params.look()
+        for i,p in self.params.had.items():
+            p.grad = self.before.get(i)
+            if p.grad is None: continue
+            p.grad.detach_()
+            if i in self.copies: p.grad.copy_(self.copies[i])
+            else: p.grad.zero_() # momentum and decay continue
         for t,g in self.leaves.items(): t.grad = None if g is None else g.clone()
 
 # %% ../../nbs/train/05_rerun.ipynb #9d70d90e
@@ -148,11 +161,18 @@ class Batches:
         learner_state:LearnerState, # State of the learner and its callbacks
         leftovers:bool=False # As for `Gradients`
     ):
-        self.learn,self.entry,self.model_state,self.learner_state = learn,entry,model_state,learner_state
+        self.learn = learn
+        self.entry = entry
+        self.model_state = model_state
+        self.learner_state = learner_state
         self.model = model_state.model
-        self.model_back,self.weights = model_state.note(),model_state.weights()
+        self.model_back = model_state.note(entry.ran)
+        self.weights = model_state.weights()
         self.gradients = Gradients(learn, model_state, leftovers)
-        self.notes,self.inputs,self.at,self.in_memory = [],[],0,True
+        self.notes = []
+        self.inputs = []
+        self.at = 0
+        self.in_memory = True
         self.do_one_batch = learn._do_one_batch # what runs a batch
 
     def add(self):
@@ -168,12 +188,14 @@ class Batches:
         params # Trained weights to which the forward pass writes; now they are as at the start of the step
     ):
         "Restore these weights as well"
-        if not (copies := [*map(Copy, self.model_state.rewrites(params))]): return
+        if not (written := self.model_state.rewrites(params)): return
         back = self.model_back
+        weights_back = Tensors().note(written)
         def both():
             back()
-            for o in copies: o.put_back()
-        self.model_back,self.weights = both,self.model_state.weights()
+            weights_back()
+        self.model_back = both
+        self.weights = self.model_state.weights()
 
     def end(self):
         "Note that the current batch is over"

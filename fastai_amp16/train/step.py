@@ -14,9 +14,9 @@ from torch.amp import GradScaler
 from torch.overrides import TorchFunctionMode
 from fastai.basics import *
 from .decide import Attempts,Decision,Next,Outcome,Reading,what_next
-from .grads import grad_params,grad_values,total_norm
+from .grads import total_norm
 from ..util.nested import stored,tensors
-from ..util.torch_private import is_out_of_memory,no_torch_function,version
+from ..util.torch_private import is_out_of_memory,no_torch_function,versions
 from .ranks import Ranks
 from .rerun import Batches,Left,may_be_halfs,control_exceptions
 from .scaler import DynamicScaler
@@ -111,15 +111,14 @@ class Step(Attempts):
             self.outcome,self.norm = Outcome.broken,math.nan
             return
         if self.is_skipped: return
-        params = grad_params(learn.opt)
-        if not params and not self._used_in_hooks(): return
-        grads = [p.grad for p in params]
-        versions = [*map(version, grads)]
-        if self._knows(grads, versions): return
-        reading = self._read(params)
+        grads = self.batches.gradients.used()
+        if not grads and not self._used_in_hooks(): return
+        written = versions(grads)
+        if self._knows(grads, written): return
+        reading = self._read(grads)
         was_fine = self.outcome is Outcome.fine
         self.outcome,self.norm = reading.outcome,reading.grad_norm/self.ranks.size
-        self.judged = grads,versions
+        self.judged = grads,written
         if was_fine and self.outcome is not Outcome.fine:
             self.written = self.fp32_first = True # fp32 shows whether precision matters
 
@@ -127,32 +126,32 @@ class Step(Attempts):
         "Have hooks used up all gradients in the backward pass?"
         return self.loss is not None and self.batches.has_changed()
 
-    def _knows(self, grads, versions):
+    def _knows(self, grads, written):
         "Is `outcome` about these gradients?"
-        known,known_versions = self.judged
-        return self.outcome is not None and versions==known_versions and all(map(operator.is_, grads, known))
+        known,known_written = self.judged
+        return self.outcome is not None and written==known_written and all(map(operator.is_, grads, known))
 
     @property
     def is_silent(self) -> bool:
         "Is the present attempt known to be wrong, although everything may be finite?"
         return self.silent and not self.in_fp32
 
-    def _read(self, params):
+    def _read(self, grads):
         "Read all that the outcome depends on from the device, at once"
-        in_opt = {*map(id, params)}
-        others = [p for p in self.batches.gradients.held() if id(p) not in in_opt] # of the model or the loss
+        others = self.batches.gradients.others()
         numbers = Reading(
-            norm=total_norm(grad_values(params)),
+            norm=total_norm(grads) if grads else 0,
             loss=0 if self.loss is None else self.loss,
-            others=total_norm(grad_values(others)) if others else 0,
+            others=total_norm(others) if others else 0,
             silent=int(self.is_silent))
         return Reading(*self.ranks.read(list(numbers)))
 
     def has_finite_gradients(self) -> bool:
         "May the step be taken with the gradients that the optimizer finds now? The same on all ranks"
         if self.is_skipped: return False
-        params = grad_params(self.batches.learn.opt)
-        return not params or math.isfinite(total_norm(grad_values(params)).item())
+        self.batches.gradients.is_fresh = False # what ran since may have made others
+        grads = self.batches.gradients.used()
+        return not grads or math.isfinite(total_norm(grads).item())
 
     def undo(self):
         "Leave no trace of an attempt that an exception has ended, or of its gradients if the step is taken"
@@ -322,10 +321,11 @@ class ScaledBackward(TorchFunctionMode):
         step = self.owner.step # not the one of the beginning if a callback asks for a report now
         gradients = step.batches.gradients
         step.begin_backward(loss)
+        gradients.is_fresh = False
         try: func(gradients.scaled(loss, step.loss_scale), *args, **{**kwargs, **self.more})
-        finally: gradients.rescale(1.)
+        finally: gradients.end_backward()
         if step.conclude(more=True) is Next.skip:
-            for p in gradients.held(): p.grad.zero_() # no other code should use these
+            for g in gradients.held(): g.zero_() # no other code should use these
 
 # %% ../../nbs/train/07_step.ipynb #74855d21
 class StepScaler(DynamicScaler):

@@ -6,11 +6,13 @@
 __all__ = ['KeptWeights', 'FrozenWeights']
 
 # %% ../../nbs/train/02_weights.ipynb #b7f7a59d
+import operator
+from itertools import compress
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from ..util.nested import is_in_place,tensors
-from ..util.torch_private import version
+from ..util.torch_private import versions
 
 # %% ../../nbs/train/02_weights.ipynb #073797e1
 _sets_data = Tensor.data.__set__
@@ -61,21 +63,29 @@ class FrozenWeights:
     "Frozen weights of a model, to which its forward pass may write"
     def __init__(self,
         params:list # Parameters
-    ): self.versions,self.steps = {p: version(p) for p in params},0
+    ):
+        self.params,self.versions,self.steps = params,versions(params),0
+        self.written = {} # those that were written to, in the order in which this was seen
+        self.get_data = params # those that may get other data
 
-    def written(self) -> list: # Of parameters
+    def look(self):
         "Find those that were written to, when a step begins: by versions, and after two steps by norms"
         self.steps += 1
-        if self.steps==1: self.norms = list(map(_norm, self.versions))
+        if self.steps==1: self.norms,self.at = [list(map(f, self.params)) for f in (_norm,_storage)]
         if self.steps==3: # a copy stays equal in the first step, before what it follows has moved
-            changed = [p for p,n in zip(self.versions, self.norms) if _norm(p)!=n] # waits for a GPU, once
-            self.versions.update(dict.fromkeys(changed, -1))
-        return [p for p,v in self.versions.items() if version(p)!=v]
+            changed = [p for p,n in zip(self.params, self.norms) if _norm(p)!=n] # waits for a GPU, once
+            self.written.update(dict.fromkeys(changed))
+            self.get_data = [p for p,at in zip(self.params, self.at) if _storage(p)!=at]
+        now = versions(self.params)
+        if now!=self.versions:
+            changed = compress(self.params, map(operator.ne, now, self.versions))
+            self.written.update(dict.fromkeys(changed))
+            self.versions = now
 
     def note(self): # A function
-        "Note which data the weights have; what it returns gives them these data again"
-        noted = [(p,p.data) for p in self.versions]
-        def put_back():
+        "Note which data the weights have, if these may change; what it returns gives them these data again"
+        noted = [(p,p.data) for p in self.get_data]
+        def restore():
             for p,data in noted:
                 if _storage(p)!=_storage(data): p.data = data # `KeptWeights` copies nothing where data are set
-        return put_back
+        return restore

@@ -56,9 +56,12 @@ def all_tensors(
     o # A tensor, or containers of tensors at any depth, sets included
 ) -> list: # Of tensors
     "The tensors in `o`"
-    res = []
-    replace(o, lambda t: res.append(t) or t)
-    return res
+    if isinstance(o, Tensor): return [o]
+    if isinstance(o, dict): o = o.values()
+    elif not isinstance(o, (tuple,list,set,frozenset)):
+        if not _is_open(o, 0): return []
+        o = vars(o).values()
+    return [t for v in o for t in all_tensors(v)]
 
 def tensors(
     o # As for `all_tensors`
@@ -95,10 +98,12 @@ def cast_floats(
     objects:int=0 # As for `replace`
 ): # Same types as `o`; tensors keep their subclass
     "Cast the tensors in `o` that have one of `types` to `dtype`"
-    def cast(t):
-        if t.dtype not in types: return t
-        res = t.to(dtype=dtype) # as a keyword, since that takes half the time
-        # fastai's `SequentialEx` stores the input of a block as an attribute of a tensor
-        if not torch.compiler.is_compiling() and t.__dict__: res.__dict__.update(t.__dict__)
-        return res
-    return cast(o) if isinstance(o, Tensor) else replace(o, cast, objects)
+    if isinstance(o, Tensor): return _cast(o, dtype, types)
+    return replace(o, lambda t: _cast(t, dtype, types), objects)
+
+def _cast(t, dtype, types):
+    if t.dtype not in types: return t
+    res = t.to(dtype=dtype) # as a keyword, since that takes half the time
+    # fastai's `SequentialEx` stores the input of a block as an attribute of a tensor
+    if not torch.compiler.is_compiling() and t.__dict__: res.__dict__.update(t.__dict__)
+    return res
