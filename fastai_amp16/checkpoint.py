@@ -11,6 +11,7 @@ from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from .precision.names import in_words
 from .optim.optimizer import as_fastais
+from .train.owners import in_a_fit
 from .train.scaler import require
 from .train.snapshot import check_random_states,learner_random_states
 from .diagnosis.messages import warn_user
@@ -39,7 +40,7 @@ def _for_export(state):
     return {**res, 'opt_func':as_fastais(state['opt_func'])}
 
 # attributes that a learner has while it fits, exports or loads
-_of_a_fit = '_entry','_acting','_fitting','_exporting','_loaded'
+_of_a_fit = *in_a_fit,'_fitting','_exporting','_loaded'
 
 @patch_to(Learner)
 @functools.wraps(_fastais_getstate)

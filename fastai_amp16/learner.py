@@ -20,6 +20,7 @@ from .util.torch_private import ThreadState
 from .events import ActingCallbacks
 from .train.scaler import DynamicScaler,require
 from .train.history import plot_history
+from .train.owners import in_a_fit
 from .optim.clip import GradientNormClip
 from .diagnosis.report import as_html
 from .diagnosis.messages import check_keywords,fp32_closures,warn_of_idle_metrics
@@ -202,7 +203,7 @@ def _with_stand_ins(learn, f):
     def leave():
         before.put_back()
         entry.leave()
-        for k in ('_entry','_acting'): vars(learn).pop(k, None)
+        for k in in_a_fit: vars(learn).pop(k, None)
     try:
         try:
             learn._entry,learn._acting = entry,ActingCallbacks(learn, _fastais_call)
@@ -302,8 +303,7 @@ def _with_events(self, f, event_type, ex, final=noop):
     "fastai's own, which runs every part of a fit"
     around = _around.get(event_type)
     run = partial(around, self, f) if around else f
-    if event_type not in ('fit','validate','batch'): return _fastais_events(self, run, event_type, ex, final)
-    with _only_last(self) if event_type!='batch' else nullcontext():
+    with _only_last(self) if event_type in ('fit','validate') else nullcontext():
         try: _fastais_events(self, run, event_type, ex, final)
         finally:
             if event_type=='batch': _record_again(self)

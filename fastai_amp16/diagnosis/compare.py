@@ -181,11 +181,14 @@ class _ReferenceRuns:
         self.state = batches.model_state
         self.call_by,self.dtype = call_by,dtype
         self.written = [] # weights to which the forward pass writes
-        self.noted = AllNoted(self.learn, states=(self.state,batches.learner_state))
+        self.states = batches.model_state,batches.learner_state
+        self.noted = self.note()
         self.before = sampled(self.state.carried())
         # compiled code draws numbers in its own way
         self.draws = any(map(compiled, self.learn.model.modules()))
         self.n,self.n_compared = _part_of_batch(self.learn)
+
+    def note(self): return AllNoted(self.learn, states=self.states)
 
     def part(self, t):
         "The samples of a tensor that are compared"
@@ -228,7 +231,8 @@ class _ReferenceRuns:
 
     def far(self, half, fp32, others):
         "How far predictions are from fp32's"
-        with unchanged(self.learn), eager(), torch.no_grad(): # the loss function may count its calls
+        # the loss function may count its calls
+        with unchanged(self.learn, noted=self.note()), eager(), torch.no_grad():
             self.learn.yb = replace(self.learn.yb, self.part)
             return far_from(self.learn, half, fp32, self.before, others)
 

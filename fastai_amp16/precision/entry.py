@@ -129,12 +129,9 @@ class Entry:
 
     def _missing(self):
         "The places without their stand-in, in most batches none"
-        get = operator.getitem
-        try: now = list(map(get, self._dicts, self._attrs))
-        except KeyError: now = list(map(dict.get, self._dicts, self._attrs))
-        placed = list(self.placed.values())
-        if all(map(operator.is_, now, placed)): return []
-        return list(compress(self.placed, map(operator.is_not, now, placed)))
+        try: now = list(map(operator.getitem, self._dicts, self._attrs))
+        except KeyError: now = list(map(dict.get, self._dicts, self._attrs)) # which takes longer
+        return list(compress(self.placed, map(operator.is_not, now, self.placed.values())))
 
     def _places(self, model):
         "Pairs of a module and a method that get a stand-in"

@@ -48,7 +48,8 @@ def half_forward(
 class _RegisteredNorm(ABC): # noqa: B024 (nothing to implement: it only answers isinstance)
     "Virtual base class of the classes given to `register_norm`"
 
-_batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_own_batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) # of one process
+_batch_norms = (*_own_batch_norms, nn.SyncBatchNorm)
 _instance_norms = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _torchs_norms = (*_batch_norms, *_instance_norms, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
                  nn.LocalResponseNorm, nn.CrossMapLRN2d)
@@ -220,7 +221,7 @@ class PrecisionPlan:
         # autocast has a rule for layer norms, and `SyncBatchNorm` many operations
         needs_role = not reads_half or isinstance(m, (nn.LayerNorm,nn.SyncBatchNorm))
         if not needs_role: return None # the kernel does the same
-        takes_one = isinstance(m, (nn.LayerNorm,nn.GroupNorm,*_batch_norms[:-1])) and _is_torchs(m)
+        takes_one = isinstance(m, (nn.LayerNorm,nn.GroupNorm,*_own_batch_norms)) and _is_torchs(m)
         if takes_one and not reads_half: return self._as(torchs_norm)
         return self._as(in_fp32, as_given=isinstance(m, _torchs_norms), reads_half=reads_half)
 

@@ -19,22 +19,21 @@ def grad_params(
     opt:Optimizer # With any number of parameter groups
 ) -> list: # Each parameter once, even if two groups share it
     "The parameters of `opt` that have a gradient"
-    ps = list(chain.from_iterable(opt.param_lists))
-    by_id = dict(zip(map(id, ps), ps)) # tensors as keys take twice as long
-    ps = by_id.values()
-    return [p for p,g in zip(ps, map(_grad, ps)) if g is not None]
+    return _with_grads(_by_id(chain.from_iterable(opt.param_lists)).values())
 
 _grad = attrgetter('grad')
 
-def grads_of(
-    params # Parameters
-) -> list: # `None` where there is none
-    "The gradient of each of `params`"
-    return list(map(_grad, params))
+def _by_id(params): return {id(p): p for p in params} # tensors as keys take twice as long
 
 def _with_grads(params):
     "Those of `params` that have a gradient"
     return list(compress(params, map(operator.is_not, map(_grad, params), repeat(None))))
+
+def grads_of(
+    params # Parameters
+) -> list:
+    "The gradients of those of `params` that have one"
+    return [g for g in map(_grad, params) if g is not None]
 
 def hypers_of(
     opt # An optimizer of fastai's, with one of torch's in it or not; or `None`
@@ -60,8 +59,8 @@ class Leaves:
         if key==self.opt: return
         self.opt = key
         self.n_hooks = None
-        self.in_opt = {id(p): p for o in lists for p in o}
-        self.others = {id(p): p for p in self.own if p.requires_grad and id(p) not in self.in_opt}
+        self.in_opt = _by_id(chain.from_iterable(lists))
+        self.others = _by_id(p for p in self.own if p.requires_grad and id(p) not in self.in_opt)
         self.had = {}
         self.present = []
         self.look()
@@ -70,11 +69,9 @@ class Leaves:
 
     def look(self):
         "Find those that have gradients now: `present` in the optimizer, and all that `had` any since the fit began"
-        present = _with_grads(self.in_opt.values())
-        elsewhere = _with_grads(self.others.values())
-        self.present = present
-        self.had.update(zip(map(id, present), present))
-        self.had.update(zip(map(id, elsewhere), elsewhere))
+        self.present = _with_grads(self.in_opt.values())
+        self.had.update(_by_id(self.present))
+        self.had.update(_by_id(_with_grads(self.others.values())))
 
     def hooks(self) -> tuple: # As `hooks_of`
         "The hooks on their gradients, which are looked up again once a hook was added anywhere"

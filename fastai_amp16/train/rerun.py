@@ -47,8 +47,8 @@ class Gradients:
         self.params = model_state.leaves
         self.params.refresh(learn.opt, model_state.trains)
         had = self.params.had if learn.training else {}
-        self.before = dict(zip(had, grads_of(had.values()))) # by the ids of parameters
-        self.copies = {i: g.clone() for i,g in self.before.items() if g is not None} if leftovers else {}
+        self.before = {i: p.grad for i,p in had.items() if p.grad is not None} # by the ids of parameters
+        self.copies = {i: g.clone() for i,g in self.before.items()} if leftovers else {}
         self.is_fresh = False # Does `params` know what the last backward pass has reached?
         self.scale = 1. # what they are multiplied by now
         self.hooks = [] # dicts of hooks that see true gradients now, with the number of each, and the hook itself
@@ -57,17 +57,16 @@ class Gradients:
 
     def held(self) -> list:
         "All gradients that there are now, of parameters and of leaves outside the model"
-        return [g for g in grads_of((*self.params.had.values(), *self.leaves)) if g is not None]
+        return grads_of((*self.params.had.values(), *self.leaves))
 
     def used(self) -> list:
         "The gradients that the optimizer uses"
         if not self.is_fresh: self.params.look()
-        return [g for g in grads_of(self.params.present) if g is not None]
+        return grads_of(self.params.present)
 
     def others(self) -> list: # As for `held`
         "The gradients that it does not use"
-        ps = self.params.others.values()
-        return [g for g in grads_of((*ps, *self.leaves)) if g is not None]
+        return grads_of((*self.params.others.values(), *self.leaves))
 
     def end_backward(self):
         "Find what the backward pass has reached, and let all gradients be the true ones again"

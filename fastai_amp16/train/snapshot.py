@@ -16,7 +16,7 @@ from ..util.copies import Tensors,mark
 from ..util.notes import Attributes,RandomStates
 from ..precision.plan import unwrap
 from .grads import Leaves,hypers_of
-from .owners import attributes_of,find_owners,torchs,with_entries
+from .owners import attributes_of,find_owners,in_a_fit,torchs,with_entries
 from .scaler import require
 from .weights import FrozenWeights,KeptWeights
 from ..util.torch_private import compiled,hooks_added,no_torch_function,versions
@@ -54,6 +54,7 @@ class ModelState:
         self.hooks = [d for m in modules for k,d in vars(m).items() if _is_for_hooks(k)]
         self.params = list(dict.fromkeys(p for m in modules for p in m.parameters(recurse=False)))
         self.leaves = Leaves(self.params)
+        self.awake = {*map(id, self.params)} # the ids of those that are noted in each step
         self._sort_params({p for m in owners.beside for p in m.parameters()})
         self._wake_all_but({})
 
@@ -62,9 +63,9 @@ class ModelState:
         self.asleep = asleep
         awake = [o for o in self.owners if id(o) not in asleep]
         self.attrs = Attributes([d for o in awake for d in attributes_of(o)], torchs)
-        theirs = {id(p) for m in awake if isinstance(m, nn.Module) for p in m.parameters(recurse=False)}
-        self.awake_params = [p for p in self.params if id(p) in theirs]
-        self.awake_written = [p for p in self.not_written if id(p) in theirs]
+        self.awake = {id(p) for m in awake if isinstance(m, nn.Module) for p in m.parameters(recurse=False)}
+        self.awake_params = [p for p in self.params if id(p) in self.awake]
+        self._watch(self.trained, self.theirs)
 
     def _begin_step(self, ran):
         "Modules that did not run in the first steps fall asleep, until they run"
@@ -99,7 +100,7 @@ class ModelState:
         "A batch that writes to one of these weights, of the model and of others, cannot run again"
         self.trained = trained
         self.theirs = theirs
-        self.not_written = self.awake_written = trained+theirs
+        self.not_written = [p for p in trained+theirs if id(p) in self.awake]
         self.some = trained[::len(trained)//8+1]
         self.at = None
 
@@ -146,7 +147,7 @@ class ModelState:
             self.at = at
             self.few = list(by_device.values())
         numbers = [torch.cat(ts).view(torch.uint8) for ts in self.few] # as NaN is not equal to itself
-        return sum(versions(self.awake_written)),numbers
+        return sum(versions(self.not_written)),numbers
 
     def _all_held(self):
         "Iterate over the attributes that hold floating point numbers, as a name, a dict, a key and tensors"
@@ -175,7 +176,7 @@ class ModelState:
 # %% ../../nbs/train/03_snapshot.ipynb #3d7bd214
 _results = 'pred','loss_grad' # of the previous batch: an attempt makes its own, and these would keep a graph alive
 _of_batch = 'xb','yb','loss','smooth_loss' # the losses are those of the batch before, to which nobody writes
-_not_noted = *_of_batch,*_results,'dl','dls','scaler','_entry','_acting' # attributes of a learner
+_not_noted = *_of_batch,*_results,*in_a_fit,'dl','dls','scaler' # attributes of a learner
 _within = 'before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step'
 
 def _acts(cb):
@@ -247,7 +248,9 @@ class LearnerState:
         self.inputs = _Inputs([t for t in ts if t.grad_fn is None], is_first or self.writes)
         return self.inputs
 
-    def note(self): # Two functions: one restores the state, one tells if it cannot
+    def note(self,
+        random:RandomStates=None # What notes the random states; a new one notes all of them
+    ): # Two functions: one restores the state, one tells if it cannot
         "Note the state after all callbacks have prepared a batch"
         attrs = vars(self.learn)
         batch = {k: attrs[k] for k in _of_batch if k in attrs}
@@ -257,7 +260,7 @@ class LearnerState:
             attrs_back = self._note_attributes()
             inputs = self._note_inputs()
             hooks_back = self._note_hooks()
-            random_back = self.random.note()
+            random_back = (random or self.random).note()
         def restore():
             with no_torch_function():
                 attrs_back()
@@ -289,7 +292,7 @@ class AllNoted:
     ):
         others = [vars(o) for o in (*learn.cbs, *_loader_parts(dl))]
         modules,state = states or self._new_states(learn, others)
-        self.back = [modules.note(), state.note()[0], RandomStates().note()]
+        self.back = [modules.note(), state.note(RandomStates())[0]]
         self.ends = () if states else (modules.end,state.end) # those in use go on
         self.learn = learn
         self.names = set(vars(learn))

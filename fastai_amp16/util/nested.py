@@ -22,8 +22,8 @@ def replace(
 ): # Same types as `o`, including named tuples and subclasses of dict; `o` itself if `f` has replaced nothing in it
     "Return `o` with `f(t)` in place of each tensor `t`"
     if isinstance(o, Tensor): return f(o)
-    if isinstance(o, (tuple,list,dict,set,frozenset)):
-        old = list(o.values() if isinstance(o, dict) else o)
+    if isinstance(o, _containers):
+        old = _entries(o)
         new = [replace(v, f, objects) for v in old]
         return o if all(map(operator.is_, new, old)) else filled(o, new)
     if not _is_open(o, objects): return o
@@ -32,6 +32,9 @@ def replace(
     res = copy.copy(o)
     vars(res).update(attrs) # also if it is frozen
     return res
+
+_containers = tuple,list,dict,set,frozenset
+def _entries(o): return list(o.values() if isinstance(o, dict) else o)
 
 def _is_open(o, objects):
     "Is `o` looked into? Mappings and `L` keep what they hold in an attribute, too"
@@ -57,11 +60,10 @@ def all_tensors(
 ) -> list: # Of tensors
     "The tensors in `o`"
     if isinstance(o, Tensor): return [o]
-    if isinstance(o, dict): o = o.values()
-    elif not isinstance(o, (tuple,list,set,frozenset)):
+    if not isinstance(o, _containers):
         if not _is_open(o, 0): return []
-        o = vars(o).values()
-    return [t for v in o for t in all_tensors(v)]
+        o = vars(o)
+    return [t for v in _entries(o) for t in all_tensors(v)]
 
 def tensors(
     o # As for `all_tensors`

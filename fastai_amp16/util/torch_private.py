@@ -200,9 +200,6 @@ def is_out_of_memory(
     if isinstance(e, (MemoryError,torch.OutOfMemoryError)): return True
     return isinstance(e, RuntimeError) and any(o in str(e) for o in _out_of_memory)
 
-# What `t` is a view of; without the name, `None`, as if it were no view
-def base_of(t): return getattr(t, '_base', None)
-
 # %% ../../nbs/util/01_torch_private.ipynb #31ed7ed6
 def default_store() -> torch.distributed.Store: # `None` without the name
     "The store of the default process group"
