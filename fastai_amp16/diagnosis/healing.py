@@ -94,10 +94,6 @@ def _names_a_fault(case, r):
     if r is None or r.verdict=='healthy': return False
     return case.backward or not r.fp32_fails
 
-def _raises_again(case):
-    "What is not raised twice in a row is not half precision's fault: code that counts its calls may raise by itself"
-    return case.ranks.any(all([case.run().error for _ in range(2)]))
-
 def _where_nothing_is_found(case, error):
     "The `Verdict` where a diagnosis finds no fault, and why it may have missed one, in words"
     if case.ranks.any(case.fp32.infinite): return Verdict.fine,None
@@ -118,7 +114,8 @@ def diagnose_step(
     if raised and error is None: error = RuntimeError(raised[0])
     named = _merged([r if _names_a_fault(case, r) else None for r in reports])
     verdict = _verdict(reports, failed, named)
-    if raised and named and not _raises_again(case): verdict,named = Verdict.fine,[]
+    comes_again = case.half is None or case.half.error
+    if raised and named and not case.ranks.any(comes_again): verdict,named = Verdict.fine,[]
     missed = None
     if verdict is Verdict.fine and not silent: verdict,missed = _where_nothing_is_found(case, error)
     failures = list(dict.fromkeys(filter(None, (*why,missed))))

@@ -104,9 +104,10 @@ class _Search:
         self.callers = self.joined(caller for caller,name in pairs if caller!=name)
         kept = *self.names,*(f'{n}.' for n in self.names)
         self.alike = groupby(kept, partial(likeness, case))
-        # the other passes: a comparison, the attempt that failed, the runs of `case` and the proof of the scale; and a
-        # control where predictions are wrong, or else attempts at lower scales
-        self.budget = _most-5-(1 if case.silent else case.step.reruns)
+        # the other passes: a comparison, the attempt that failed, the runs of `case` and the proof of the scale; a
+        # control where predictions are wrong, or else attempts at lower scales; and a second run that raised
+        self.raises = case.ranks.any(case.half.error)
+        self.budget = _most-5-self.raises-(1 if case.silent else case.step.reruns)
 
     def joined(self, names):
         "Return the `names` that any rank has, in the order of the ranks: with the same names, all ranks decide alike"
@@ -145,7 +146,8 @@ class _Search:
     def run(self):
         "Search; return a recording in which the batch is sound, or `None` if nothing helps"
         half = self.case.half
-        if self.low<self.case.scale and self.at_fault(half)[0]=='backward':
+        may_be_scale = self.low<self.case.scale and not self.raises # no lower scale helps against an exception
+        if may_be_scale and self.at_fault(half)[0]=='backward':
             half,is_sound = self.record()
             if is_sound: return half
         for self.rounds in range(_rounds+1):
@@ -175,12 +177,12 @@ class _Search:
     def add_evidence(self, phase, here, half):
         "Keep the modules of the calls at fault `here`, of those like them, and of those that made what they took in"
         before = [*self.kept]
-        def new(name): return first(o for o in self.ladder(name) if not covers(before, o))
-        def keep(calls, why):
+        def next_rung(name): return first(o for o in self.ladder(name) if not covers(before, o))
+        def keep(calls, why, rung=self.least):
             self.found += [Found(phase, f, half) for f in calls]
             names = self.joined(f.name for f in calls if not f.in_loss)
-            self.keep(filter(None, map(new, names)), why)
-        keep(here, _seen)
+            self.keep(filter(None, map(rung, names)), why)
+        keep(here, _seen, next_rung) # what is kept already was not enough
         if phase!='backward': keep(self.too_large(here, half), _seen)
         keep(makers([f for f in here if f.in_loss or self.case.silent]), _made)
 
@@ -227,7 +229,8 @@ class _Search:
 
     def drop(self):
         "Return what is needed of what is kept, in the order in which it was found"
-        kinds = groupby(self.kept, partial(likeness, self.case)).values()
+        def kind(o): return self.kept[o],likeness(self.case, o)
+        kinds = groupby(self.kept, kind).values()
         needed = ddmin(sorted(kinds, key=self.cost), self.is_sound)
         return [o for o in self.kept if o in needed]
 
