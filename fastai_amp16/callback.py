@@ -6,7 +6,6 @@
 __all__ = ['DynamicMixedPrecision', 'running']
 
 # %% ../nbs/00_callback.ipynb #59fe517b
-from importlib import import_module
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision
 from fastai.callback.schedule import LRFinder
@@ -68,7 +67,6 @@ class DynamicMixedPrecision(MixedPrecision):
         rerun:bool=True,
         **kwargs
     ):
-        import_module('fastai_amp16.all') # what a `Learner` needs, in case only this module was imported before
         check_keywords(DynamicMixedPrecision, kwargs)
         check_arguments(type(self).__name__, amp_mode=amp_mode, keep_fp32=keep_fp32, on_spiral=on_spiral,
                         patience=patience, rerun=rerun)
@@ -79,7 +77,6 @@ class DynamicMixedPrecision(MixedPrecision):
         self.reports,self.promoted = Reports(),[] # what diagnoses found; what healing keeps in fp32, as in `keep_fp32`
 
     def __setstate__(self, state):
-        import_module('fastai_amp16.all')
         super().__setstate__(state)
         if self.scaler.owner is None: self.scaler.owner = self # a copy of a scaler has none
 

@@ -94,6 +94,10 @@ def _names_a_fault(case, r):
     if r is None or r.verdict=='healthy': return False
     return case.backward or not r.fp32_fails
 
+def _raises_again(case):
+    "Return whether the run in half precision raised as well, on any rank; where fp32 fails, there is no such run"
+    return case.ranks.any(case.half is None or case.half.error)
+
 def _where_nothing_is_found(case, error):
     "The `Verdict` where a diagnosis finds no fault, and why it may have missed one, in words"
     if case.ranks.any(case.fp32.infinite): return Verdict.fine,None
@@ -114,8 +118,7 @@ def diagnose_step(
     if raised and error is None: error = RuntimeError(raised[0])
     named = _merged([r if _names_a_fault(case, r) else None for r in reports])
     verdict = _verdict(reports, failed, named)
-    comes_again = case.half is None or case.half.error
-    if raised and named and not case.ranks.any(comes_again): verdict,named = Verdict.fine,[]
+    if raised and named and not _raises_again(case): verdict,named = Verdict.fine,[]
     missed = None
     if verdict is Verdict.fine and not silent: verdict,missed = _where_nothing_is_found(case, error)
     failures = list(dict.fromkeys(filter(None, (*why,missed))))
