@@ -112,7 +112,7 @@ def training_case(
     _check_batch(learn, b)
     dl = getattr(learn.dls, 'train', None)
     entry = vars(learn).get('_entry') or Entry()
-    is_of_a_fit = entry.model is not None # else its stand-ins are of this context
+    is_of_a_fit = entry.model is not None # else its patched methods are of this context
     device = torch.device(getattr(dl, 'device', None) or next(learn.model.parameters()).device)
     with ThreadState(device.type), unchanged(learn, dl), _on(learn.model, device), _alone(learn) as mp:
         left_out = []

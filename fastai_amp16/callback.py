@@ -15,7 +15,7 @@ from .train.scaler import DynamicScaler
 from .train.grads import hypers_of
 from .train.snapshot import LearnerState,ModelState,learner_random_states,set_learner_random_states
 from .train.ranks import Ranks
-from .train.rerun import Batches,Left,control_exceptions
+from .train.rerun import Batches,Abandoned,control_exceptions
 from .train.decide import Next,Outcome
 from .train.step import BatchEnd,ScaledBackward,Step,StepScaler
 from .diagnosis.compare import Comparison
@@ -136,7 +136,7 @@ class DynamicMixedPrecision(MixedPrecision):
             self.scaler.enable(self.amp_mode==AMPMode.FP16 and bool(self.plan.in_half))
         if entry is not None:
             if not self.has_states(): self.find_states()
-            entry.stand(learn.model)
+            entry.patch(learn.model)
             entry.plan = self.plan
         return self.plan
 
@@ -206,7 +206,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.step is None or self.step.done:
             self.begin_step(vars(self.learn)['_entry'], False, is_second=self.step is not None)
         step = self.step
-        if step.stop_at_loss and step.stop_at_loss(self.loss): raise Left
+        if step.stop_at_loss and step.stop_at_loss(self.loss): raise Abandoned
         step.batches.gradients.scaling.enter_context(ScaledBackward(self))
 
     def after_backward(self):
@@ -230,7 +230,7 @@ class DynamicMixedPrecision(MixedPrecision):
         step = self.step
         if step is None or step.done: return
         if step.is_due: self.record_step()
-        elif step.conclude() is Next.skip: step.batches.put_back()
+        elif step.conclude() is Next.skip: step.batches.restore()
         step.done = True
 
     def after_batch(self): # the recorder leaves out the loss of a skipped step if it is not finite
@@ -266,7 +266,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if step.lacks_backward: return # the step has no gradients in fp32 either
         overflows = step.outcome is Outcome.overflow and not step.written
         self.end_step(scale, True)
-        step.batches.put_back()
+        step.batches.restore()
         self.ranks.forget()
         if overflows and not step.can_rerun: self.scaler.update(found_inf=True) # as other scalers do
         if self.scaler.get_scale()==scale: self.log.skipped_in_a_row += 1

@@ -193,15 +193,15 @@ def _only_last(learn):
 # %% ../nbs/02_learner.ipynb #842d7b8e
 _fastais_call = fastais_own(Learner, '__call__')
 
-def _with_stand_ins(learn, f):
-    "Run `f` with stand-ins on the modules of the model; at its end torch's state is as before, even after a Ctrl-C"
+def _while_patched(learn, f):
+    "Run `f` while all modules of the model are patched; at its end torch's state is as before, even after a Ctrl-C"
     is_inside = '_entry' in vars(learn) # a validation in a fit
     if is_inside or not running(learn): return f()
     entry = Entry()
     device_type = next((p.device.type for p in learn.model.parameters()), 'cpu')
     before = ThreadState(device_type)
     def leave():
-        before.put_back()
+        before.restore()
         entry.leave()
         for k in in_a_fit: vars(learn).pop(k, None)
     try:
@@ -234,7 +234,7 @@ def _closures_in_fp32(learn):
 
 def _fit(learn, f):
     "Run `f`, which is all epochs, without gradients from before, and leave none behind"
-    if learn._fitting: return _with_stand_ins(learn, f)
+    if learn._fitting: return _while_patched(learn, f)
     vars(learn).pop('_loaded', None) # by a fit without mixed precision
     finds_lr = bool(learn._grab_cbs(LRFinder))
     def run():
@@ -247,7 +247,7 @@ def _fit(learn, f):
             if mp and finds_lr: mp.log.ending = f'lr_find, ended after {mp.log.n_in_fit} steps'
             raise
         if mp: mp.log.ending = 'complete'
-    try: _with_stand_ins(learn, run)
+    try: _while_patched(learn, run)
     finally:
         learn._fitting = False
         if mp := running(learn): mp.step = None # its gradients stay
@@ -258,7 +258,7 @@ def _batch(learn, f):
     if mp is None:
         if entry is not None: entry.leave() # a callback removed mixed precision during the fit
         return f()
-    if entry is None: return _with_stand_ins(learn, partial(_batch, learn, f)) # `learn.one_batch`, called outside a fit
+    if entry is None: return _while_patched(learn, partial(_batch, learn, f)) # `learn.one_batch` outside a fit
     if learn.training or _can_compute_half(mp): mp.around_batch(entry, f)
     else: f()
     if entry.closures: mp.say_once(fp32_closures)
@@ -276,7 +276,7 @@ def _step(learn, f):
     if mp := running(learn): mp.around_step(f)
     else: f()
 
-_around = {'fit':_fit, 'validate':_with_stand_ins, 'batch':_batch, 'backward':_backward, 'step':_step}
+_around = {'fit':_fit, 'validate':_while_patched, 'batch':_batch, 'backward':_backward, 'step':_step}
 
 # %% ../nbs/02_learner.ipynb #e115fbf3
 _fastais_events = fastais_own(Learner, '_with_events')

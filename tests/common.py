@@ -110,7 +110,7 @@ def clean(learn):
     "What must hold outside a fit, a validation or a prediction"
     masters(learn)
     for m in learn.model.modules(): # what `torch.compile` returns has a `forward` of its own
-        assert not hasattr(f := vars(m).get('forward'), 'stands_in') and (f is None or hasattr(m, '_orig_mod')), m
+        assert not hasattr(f := vars(m).get('forward'), 'patches') and (f is None or hasattr(m, '_orig_mod')), m
 
 def process_wide():
     "What torch and Python keep for the whole process or thread, and a fit may not change"

@@ -12,7 +12,7 @@ from fastai_amp16.precision.entry import Entry
 from fastai_amp16.precision.plan import PrecisionPlan
 from fastai_amp16.diagnosis.remedy import ddmin,least_in_fp32
 from fastai_amp16.diagnosis.report import PrecisionReport
-from fastai_amp16.train.rerun import Batches,Left
+from fastai_amp16.train.rerun import Batches,Abandoned
 from fastai_amp16.train.step import Next,Step
 from fastai_amp16.train.snapshot import LearnerState,ModelState
 from common import Called,Do,between,equal,learner,masked_fill,mlp,mse,small_root,state,times_and_back
@@ -25,7 +25,7 @@ def case(model, x=None, y=None, loss_func=None, scale=2.**16, min_scale=2.**-24,
     learn,entry = learner(model, loss_func=loss_func, **kwargs),Entry()
     learn.create_opt()
     learn.training = learn.model.train().training
-    entry.stand(learn.model)
+    entry.patch(learn.model)
     step = Step(Batches(learn, entry, ModelState(learn.model, learn.loss_func), LearnerState(learn)))
     xs = torch.randn(8,8) if x is None else x
     xs,y = xs if isinstance(xs, tuple) else (xs,),torch.randn(8,1) if y is None else y
@@ -36,7 +36,7 @@ def case(model, x=None, y=None, loss_func=None, scale=2.**16, min_scale=2.**-24,
         learn.pred = learn.model(*learn.xb)
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
         learn.loss = learn.loss_grad.detach().clone()
-        if step.stop_at_loss(learn.loss): raise Left
+        if step.stop_at_loss(learn.loss): raise Abandoned
         step.batches.gradients.scaled(learn.loss_grad, step.loss_scale).backward()
     step.batches.do_one_batch = one_batch
     return Case(step, keep_fp32, dtype, scale, min_scale)

@@ -582,7 +582,7 @@ def test_nothing_of_the_casts_stays_after_a_batch():
 
 # --- outside of fits
 
-def test_calls_outside_a_fit_are_fp32_and_leave_no_stand_ins():
+def test_calls_outside_a_fit_are_fp32_and_leave_no_patches():
     learn = fit(make(Learner, hot, n=64), 1)
     x = torch.randn(4,8)
     learn.model.eval()
@@ -610,7 +610,7 @@ def test_predictions_of_parts_are_those_of_half_forward():
 
 @pytest.mark.parametrize('keep', ['head','enc','enc.'])
 def test_predictions_that_a_program_holds_on_to_change_no_fit(keep):
-    "Their graph keeps the stand-ins of another plan alive"
+    "Their graph keeps the patched methods of another plan alive"
     class Holds(Callback):
         run_valid = False
         def before_fit(self): self.held = []
@@ -1036,11 +1036,11 @@ class Whitens(nn.Module):
 
 @pytest.fixture
 def entered():
-    "A model with stand-ins: what it holds is called from outside"
+    "A model that is patched: what it holds is called from outside"
     register_norm(Whitens)
     net,entry = nn.Sequential(nn.Identity(), Whitens(), nn.Linear(8, 8)),Entry()
     entry.plan = PrecisionPlan(net)
-    entry.stand(net)
+    entry.patch(net)
     yield net
     entry.leave()
 

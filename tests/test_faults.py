@@ -9,7 +9,7 @@ from fastai.callback.all import GradientAccumulation,TerminateOnNaNCallback
 from torch.utils.checkpoint import checkpoint
 from fastai_amp16.all import AdamW16,FusedAdam,PrecisionWarning,half_forward
 from fastai_amp16.diagnosis.messages import written_gradients
-from fastai_amp16.precision.stand_in import own_forward
+from fastai_amp16.precision.patched import own_forward
 from common import *
 
 # --- interrupts

@@ -489,7 +489,7 @@ def test_exception_caught_inside_the_model():
     with half_forward(net, keep_fp32='bad'): net(torch.randn(3,4))
     assert seen==[torch.float16]
 
-def test_stand_ins_end_with_the_context():
+def test_patches_end_with_the_context():
     net,x = nn.Sequential(nn.Linear(4,4), nn.LayerNorm(4)),torch.randn(3,4)
     with half_forward(net):
         a = net(x)

@@ -127,7 +127,7 @@ settings = {'plain':{}, 'unused':dict(find_unused_parameters=True), 'static':dic
 class Boom(Exception): pass
 
 def thrown_away(ddp, ranks, x, kind):
-    "A run of all ranks together, after which everything is put back"
+    "A run of all ranks together, after which everything is restored"
     buffers,grads = [b.clone() for b in ddp.buffers()],[p.grad for p in ddp.parameters()]
     before = ddp.require_forward_param_sync,ddp.require_backward_grad_sync
     for p in ddp.parameters(): p.grad = None

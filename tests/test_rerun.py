@@ -322,7 +322,7 @@ def test_modules_beside_the_model_have_each_batch_once(act):
         assert int(o.num_batches_tracked)==int(m.num_batches_tracked)
         torch.testing.assert_close(o.running_var, m.running_var, rtol=3e-2, atol=1e-3)
 
-def test_a_state_in_a_tuple_is_put_back():
+def test_a_state_in_a_tuple_is_restored():
     class Cell(nn.Module):
         def __init__(self):
             super().__init__()

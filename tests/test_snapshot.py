@@ -64,16 +64,16 @@ class Holds(nn.Linear):
         self.o = o
 
 @pytest.mark.parametrize('name', containers)
-def test_containers_are_put_back_as_often_as_it_takes(name):
+def test_containers_are_restored_as_often_as_it_takes(name):
     "In place: others may have a reference to the same object; a log that only grows is cut"
     make,change = containers[name]
     o,expected = make(),make()
     state = ModelState(Holds(o), nn.MSELoss())
-    for _ in range(4): put_back = state.note()
+    for _ in range(4): restore = state.note()
     for _ in range(2):
         change(o)
         assert not np.array_equal(o, expected) if isinstance(o, np.ndarray) else o!=expected or list(o)!=list(expected)
-        put_back()
+        restore()
         assert state.model.o is o and type(o) is type(expected)
         assert np.array_equal(o, expected) if isinstance(o, np.ndarray) else o==expected and list(o)==list(expected)
     assert not isinstance(o, deque) or o.maxlen==3
@@ -91,9 +91,9 @@ def test_generators_of_ones_own_draw_the_same_again(name):
     o = make()
     draw(o)
     state = ModelState(Holds(o), nn.MSELoss())
-    put_back = state.note()
+    restore = state.note()
     first = draw(o)
-    put_back()
+    restore()
     assert state.model.o is o
     assert draw(o)==first and draw(o)!=first
 
@@ -108,20 +108,20 @@ def test_an_iterator_gives_the_same_items_again():
             return torch.rand(1)+self.n
     m = Holds(Items())
     state = ModelState(m, nn.MSELoss())
-    put_back = state.note()
+    restore = state.note()
     first = [next(m.o) for _ in range(2)]+[torch.rand(1)]
     for n in (1,2,2):
-        put_back()
+        restore()
         assert [next(m.o) for _ in range(n)]==first[:n] and (n==1 or torch.rand(1)==first[2])
-    put_back()
+    restore()
     state.end()
     assert type(m.o) is not Items and [int(o) for o in [next(m.o) for _ in range(2)]]==[1,2] # given again, without the wrapper
-    put_back()
+    restore()
     assert [int(next(m.o)) for _ in range(3)]==[1,2,3]
     state.end()
     assert type(m.o) is Items and m.o.n==3
     forgotten = weakref.ref(first.pop(0))
-    put_back = state.note()
+    restore = state.note()
     assert forgotten() is None
 
 left_alone = {
@@ -137,9 +137,9 @@ left_alone = {
 def test_anything_else_is_left_alone(name):
     o,change,has_changed = left_alone[name]
     state = ModelState(Holds(o), nn.MSELoss())
-    put_back = state.note()
+    restore = state.note()
     change(o)
-    put_back()
+    restore()
     assert has_changed(o) and state.model.o is o
 
 class Meter:
@@ -158,11 +158,11 @@ def test_logs_at_any_depth_are_exact():
         for i in range(n): grow(float(i))
         for o in states: o.note()
     for o in states:
-        put_back,*_ = L(o.note())
+        restore,*_ = L(o.note())
         expected = copy.deepcopy(cb.rows)
         grow(math.nan)
         cb.rows['new'],logs[3][-2] = 1,math.nan
-        put_back()
+        restore()
         assert cb.rows==expected and list(cb.rows)==list(expected)
     assert len(cb.meter.log)==len(logs[0])+1 # `ModelState` does not know it
 
@@ -382,12 +382,12 @@ def test_the_loss_function_may_be_a_method_of_a_callback():
 def test_an_attribute_that_an_attempt_has_added_is_gone_again():
     learn = learner(plain_mlp).to_fp16_dynamic()
     states = LearnerState(learn),ModelState(learn.model, nn.MSELoss())
-    (put_back,_),modules_back = [o.note() for o in states]
+    (restore,_),modules_back = [o.note() for o in states]
     learn.new = learn.model.new = 1
-    put_back(), modules_back()
+    restore(), modules_back()
     assert not hasattr(learn, 'new') and not hasattr(learn.model, 'new')
 
-def test_modes_are_put_back():
+def test_modes_are_restored():
     "A learner's own method that evaluates, and trains a part only, when an attempt is left"
     class Own(Learner):
         def _do_one_batch(self):
@@ -436,10 +436,10 @@ def test_tensors_of_all_kinds():
     m = Odd()
     state,ids = ModelState(m, nn.MSELoss()),[id(m.h),id(m.queue),id(m.leaf)]
     for size in (3,5,2,2):
-        before,put_back = values(m),state.note()
+        before,restore = values(m),state.note()
         for _ in range(2):
             change(m, size+1)
-            put_back()
+            restore()
             assert values(m).keys()==before.keys() and all(torch.equal(v, before[k]) for k,v in values(m).items())
         change(m, size)
     assert ids==[id(m.h),id(m.queue),id(m.leaf)]
@@ -449,10 +449,10 @@ def test_a_storage_that_is_replaced_twice():
     m = Holds(None)
     m.queue = torch.zeros(2**17)
     state = ModelState(m, nn.MSELoss())
-    put_back = state.note()
+    restore = state.note()
     for _ in range(20):
         for n in (2**17+1, 2**17): m.queue.data = torch.ones(n)
-        put_back()
+        restore()
         assert not m.queue.any() and len(m.queue)==2**17
 
 def test_a_small_tensor_that_gets_other_data():
@@ -460,25 +460,25 @@ def test_a_small_tensor_that_gets_other_data():
     state = ModelState(m, nn.MSELoss())
     state.note()
     m.o.data = torch.ones(3)
-    put_back = state.note()
+    restore = state.note()
     m.o.add_(1)
-    put_back()
+    restore()
     assert m.o.tolist()==[1,1,1]
 
-def test_buffers_are_put_back_in_place():
+def test_buffers_are_restored_in_place():
     "Statistics of norms, with or without parameters"
     net = nn.Sequential(nn.Linear(4,4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False))
     state = ModelState(net, mse)
     net(torch.randn(6,4))
     before,ids = copy.deepcopy(net.state_dict()),[*map(id, net.buffers())]
-    put_back = state.note()
+    restore = state.note()
     net(torch.full((6,4), math.inf))
     assert net[1].running_mean.isnan().any()
-    put_back()
+    restore()
     assert all(torch.equal(v, before[k]) for k,v in net.state_dict().items()) and ids==[*map(id, net.buffers())]
 
 @pytest.mark.parametrize('how', ['in place','state'])
-def test_a_momentum_encoder_is_put_back(how):
+def test_a_momentum_encoder_is_restored(how):
     "Frozen, and written in the forward pass, as MoCo's: from the second step on, when such a write has been seen"
     class Momentum(nn.Module):
         def __init__(self):

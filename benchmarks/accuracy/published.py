@@ -353,7 +353,7 @@ How to read the columns:
   healing.
 - **The fault is named** if a report names the published module, and the operation if it is in the module's own code.
 - **Layers in half precision after healing** counts linear layers and convolutions.
-- **Every fp32 module is needed** if the batch fails again as soon as any of the modules that stay in fp32 is put back into half precision.
+- **Every fp32 module is needed** if the batch fails again as soon as any of the modules that stay in fp32 runs in half precision.
 - **Pause** is the time of the slowest step with a diagnosis, in ordinary steps of the same fit (median of three fits).
 
 Where the rebuilt failure differs from the report:

@@ -281,7 +281,7 @@ With `to_fp16_dynamic`, a step takes {over['over_to_fp16']} of the time of fasta
 The **baseline** is the time of the hand-written loop (autocast, `GradScaler`, fused AdamW, clipping) plus that of fastai's loop and
 callbacks with nothing to compute. The **baseline with norms in fp32** computes norms as `to_fp16_dynamic` does on a CPU, where norms in
 half precision lose digits. (On a GPU, batch norms need no cast, and autocast itself casts around layer norms.) The remaining difference is
-the time to record the state at the start of each step, so that it can run again, and to put temporary stand-ins in place, such as the one
+the time to record the state at the start of each step, so that it can run again, and to put temporary patches in place, such as the one
 for the loss function.
 
 The models have {tensors} tensors, most of them with 16 × 16 elements, so that launching operators takes most of the time.

@@ -16,12 +16,12 @@ from ..precision.comparable import comparable,eager
 from ..util.nested import cast_floats
 from ..precision.names import as_list
 from ..precision.plan import PrecisionPlan
-from ..precision.stand_in import own_forward
+from ..precision.patched import own_forward
 from ..util.torch_private import is_out_of_memory
 from .deviation import deviation
 from .measure import sampled
 from .record import Recording
-from ..train.rerun import Left,control_exceptions
+from ..train.rerun import Abandoned,control_exceptions
 from ..train.decide import Next,are_too_large
 from ..train.step import Step
 
@@ -136,7 +136,7 @@ def _record_batch(case, rec, loss_func):
     if rec.modules: case.learn.loss_func = rec.begin(loss_func)
     rec.waits = case.backward
     try: case.f()
-    except (Left,*control_exceptions): raise
+    except (Abandoned,*control_exceptions): raise
     except Exception as e:
         rec.fail(e)
         if case.ranks.size==1: raise
@@ -160,7 +160,7 @@ def _run(case, rec, loss_func, plan, compares):
     records = rec if rec.modules else nullcontext()
     with case.ranks.no_sync(), draws as seen, torch.set_grad_enabled(case.backward), records:
         try: case.batches.run(plan, partial(_record_batch, case, rec, loss_func), to_the_end=True)
-        except (Left,*control_exceptions): pass
+        except (Abandoned,*control_exceptions): pass
         except Exception as e: rec.fail(e)
         rec.on = False
         rec.drew = getattr(seen, 'drew', False)
@@ -201,7 +201,7 @@ def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
         case.learn.loss_func = loss_func
         vars(step).update(before)
         entry.plan,entry.around_next = at_before
-        batches.put_back() # the caller needs the statistics of the start of the step
+        batches.restore() # the caller needs the statistics of the start of the step
     if is_out_of_memory(rec.error): raise rec.error # which is nobody's fault
     return rec
 
@@ -353,7 +353,7 @@ class Case:
         Returns a recording with the predictions of fp32 as `pred`, and with `states_by_call`."""
         preds,states = [],[]
         def again():
-            with suppress(Left): self.f()
+            with suppress(Abandoned): self.f()
             preds.append(cast_floats(getattr(self.learn, 'pred', None)))
             states.append(sampled(self.batches.model_state.carried()))
         def f():

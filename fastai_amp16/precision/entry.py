@@ -20,7 +20,7 @@ from .comparable import eager,true_fp32
 from ..util.nested import cast_floats,is_in_place,replace,tensors
 from ..util.torch_private import compiled_call,in_backward,in_func,is_exporting,marks
 from .plan import PrecisionPlan,unwrapped
-from .stand_in import put_stand_in,remove_stand_ins
+from .patched import patch_forward,restore_forward
 
 # %% ../../nbs/precision/05_entry.ipynb #85b29704
 def _can_share():
@@ -67,7 +67,7 @@ class _SharedCasts:
         return marks([p for p in ps if p.dtype==torch.float32])
 
 # %% ../../nbs/precision/05_entry.ipynb #e41e07fe
-_without = (DistributedDataParallel, torch.jit.ScriptModule) # modules that get no stand-in
+_without = (DistributedDataParallel, torch.jit.ScriptModule) # modules that are not patched
 _came_in = 'nodes of the inputs of a forward pass' # a key in the metadata of the nodes of its results
 
 def _note_inputs(res, inputs):
@@ -80,10 +80,10 @@ class _Inside(local):
     "Is a forward pass under way? Each thread has its own answer: another one may call the model as well"
     now = False
 
-_nothing = object() # where there is no stand-in yet
+_nothing = object() # where nothing is patched yet
 
 class Entry:
-    "The stand-ins of one model, and the precision plan of its forward passes"
+    "The patched methods of one model, and the precision plan of its forward passes"
     def __init__(self):
         self.model = None
         self.casts = _SharedCasts([])
@@ -93,7 +93,7 @@ class Entry:
         self.ran = set() # the ids of modules that were called
         self.in_optimizer = False # Does a step of the optimizer run, whose closure may call the model?
         self.closures = 0 # forward passes that it has made
-        self._plan,self._roles,self.placed = None,{},{} # stand-ins by module and method
+        self._plan,self._roles,self.placed = None,{},{} # patched methods by module and method
         # called instead of the next forward pass, with a function that makes it, and one that makes it by another plan,
         # with a function of each input if that is given
         self.around_next = None
@@ -108,55 +108,55 @@ class Entry:
         self.casts.end_batch() # each attempt sets the plan
         if plan is None or plan.roles is self._roles: return # where autocast is off, roles do nothing
         self._roles = plan.roles
-        self._stand_anew()
+        self._patch_again()
 
-    def stand(self,
+    def patch(self,
         model:nn.Module # `learn.model`, wrapped or not
     ):
-        "Put stand-ins on the modules of `model`, and again on those that were given another `forward` since"
+        "Patch the `forward` of all modules of `model`, and again of those that were given another one since"
         if model is not self.model:
             self.leave()
-            # what a Ctrl-C has left, or a fit around this one, which puts them back
-            remove_stand_ins(model.modules(), of_all=True)
+            # what a Ctrl-C has left, or a fit around this one, which patches them again
+            restore_forward(model.modules(), of_all=True)
             self.model = model
             self.casts = _SharedCasts([*model.parameters()])
             self.placed = dict.fromkeys(self._places(model), _nothing)
             self._dicts = [vars(m) for m,_ in self.placed]
             self._attrs = [attr for _,attr in self.placed]
         for m,attr in self._missing():
-            put_stand_in(m, self, self._roles.get(m) if attr=='forward' else None, attr)
+            patch_forward(m, self, self._roles.get(m) if attr=='forward' else None, attr)
             self.placed[m,attr] = vars(m)[attr]
 
     def _missing(self):
-        "The places without their stand-in, in most batches none"
+        "The places that are not patched, in most batches none"
         try: now = list(map(operator.getitem, self._dicts, self._attrs))
         except KeyError: now = list(map(dict.get, self._dicts, self._attrs)) # which takes longer
         return list(compress(self.placed, map(operator.is_not, now, self.placed.values())))
 
     def _places(self, model):
-        "Pairs of a module and a method that get a stand-in"
+        "Pairs of a module and a method to patch"
         all_modules = dict.fromkeys((*unwrapped(model), *model.modules()))
         modules = [m for m in all_modules if not isinstance(m, _without)]
         compiled = [m for m in modules if vars(m).get(compiled_call) is not None]
         return [(m,'forward') for m in modules]+[(m,compiled_call) for m in compiled]
 
-    def _stand_anew(self):
+    def _patch_again(self):
         if (model := self.model) is None: return
         self.leave()
-        self.stand(model)
+        self.patch(model)
 
     def refresh(self) -> bool: # Has anything changed?
-        "Replace all stand-ins if modules were added, removed or compiled since `stand`"
+        "Patch all modules anew if modules were added, removed or compiled since `patch`"
         if self.model is None or self._places(self.model)==[*self.placed]: return False
-        self._stand_anew()
+        self._patch_again()
         return True
 
     def leave(self):
-        "Remove the stand-ins for good: all modules get their own `forward` back"
+        "Give all modules their own `forward` again"
         self.model = None
         self.inside.now = False
         self.casts.end_batch()
-        remove_stand_ins(m for m,_ in self.placed)
+        restore_forward(m for m,_ in self.placed)
         self.placed = {}
 
     def end_batch(self):
@@ -172,7 +172,7 @@ class Entry:
         kwargs:dict # Keyword arguments of the call
     ): # The result of the module, with half-precision tensors cast to fp32
         "Call a module from outside a forward pass"
-        if self.model is None: return run(m, args, kwargs) # after `leave`, by a `forward` that refers to a stand-in
+        if self.model is None: return run(m, args, kwargs) # after `leave`, by what refers to a patched one
         if torch.jit.is_tracing() or is_exporting(): return run(m, args, kwargs)
         is_again = in_backward() # on a GPU, in a thread of autograd's own
         if get_ident()!=self.thread and not is_again: return self._inside(run, m, args, kwargs) # beside the fit

@@ -18,8 +18,8 @@ from .names import as_list,find_modules
 from ..util.nested import half_types
 from ..util.torch_private import inside_compiled
 from .recurrent import recurrent_dtype
-from .stand_in import Role,as_it_is,in_fp32,in_half,in_true_fp32,own_forward,put_stand_in
-from .stand_in import recurrent_in_bf16,remove_stand_ins,torchs_norm
+from .patched import Role,as_it_is,in_fp32,in_half,in_true_fp32,own_forward,patch_forward
+from .patched import recurrent_in_bf16,restore_forward,torchs_norm
 
 # %% ../../nbs/precision/04_plan.ipynb #bc6706e7
 def register_norm(
@@ -255,8 +255,8 @@ class PrecisionPlan:
         "A context for one forward pass: autocast is on, and norms and kept modules compute in fp32"
         owner = SimpleNamespace(inside=SimpleNamespace(now=True), ran=set(), model=self.model)
         try:
-            for m,role in self.roles.items(): put_stand_in(m, owner, role)
+            for m,role in self.roles.items(): patch_forward(m, owner, role)
             with self.autocast(): yield self
         finally:
             owner.model = None
-            remove_stand_ins(self.roles)
+            restore_forward(self.roles)

@@ -54,7 +54,7 @@ def _has_statistics(o):
 class Owners:
     "Modules, and other objects with attributes that batches may change"
     named:list # Pairs of a dotted name and an object
-    beside:list # Modules that the learner and its callbacks hold beside the model
+    held:list # Modules that the learner and its callbacks hold, and the model does not
 
     @property
     def modules(self) -> list:
@@ -75,13 +75,13 @@ def find_owners(
     "Find all modules and other objects with attributes, each once"
     own = [*_walk(model), *_walk(loss_func, 'loss_func')]
     holders = [learn, *learn.cbs] if learn else []
-    beside = [pair for o in holders for pair in _walk(o, type(o).__name__)]
+    held = [pair for o in holders for pair in _walk(o, type(o).__name__)]
     named = {}
-    for n,o in (*own,*beside): named.setdefault(id(o), (n,o)) # the model's names win
-    return Owners(list(named.values()), [m for _,m in beside])
+    for n,o in (*own,*held): named.setdefault(id(o), (n,o)) # the model's names win
+    return Owners(list(named.values()), [m for _,m in held])
 
 # %% ../../nbs/train/02_owners.ipynb #e1a394cd
-torchs = *vars(nn.Module()),'forward',compiled_call,'__reduce_ex__' # attributes of torch, and those of stand-ins
+torchs = *vars(nn.Module()),'forward',compiled_call,'__reduce_ex__' # attributes of torch, and those of patched methods
 in_a_fit = '_entry','_acting' # attributes of a learner, in a fit, a validation or a prediction
 
 def _is_layer(m):

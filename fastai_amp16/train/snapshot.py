@@ -55,7 +55,7 @@ class ModelState:
         self.params = list(dict.fromkeys(p for m in modules for p in m.parameters(recurse=False)))
         self.leaves = Leaves(self.params)
         self.awake = {*map(id, self.params)} # the ids of those that are noted in each step
-        self._sort_params({p for m in owners.beside for p in m.parameters()})
+        self._sort_params({p for m in owners.held for p in m.parameters()})
         self._wake_all_but({})
 
     def _wake_all_but(self, asleep):
@@ -86,15 +86,15 @@ class ModelState:
         def is_calm(m): return not any(id(d) in restless for d in attributes_of(m))
         return {id(m): Attributes(attributes_of(m), torchs).note() for m in filter(is_calm, idle)}
 
-    def _sort_params(self, beside):
+    def _sort_params(self, held):
         mine = set(self.model.parameters())
-        only_beside = beside-mine
+        only_held = held-mine
         params = [p for p in self.params if not (is_lazy(p) or p.is_inference())]
-        theirs = [p for p in params if p in only_beside]
+        theirs = [p for p in params if p in only_held]
         trained = [p for p in params if p.requires_grad and p in mine]
         self.rewritten = [] # trained weights to which forward passes write, in each attempt anew
         self._watch(trained, theirs)
-        self.frozen = FrozenWeights([p for p in params if not p.requires_grad and p not in only_beside])
+        self.frozen = FrozenWeights([p for p in params if not p.requires_grad and p not in only_held])
 
     def _watch(self, trained, theirs):
         "A batch that writes to one of these weights, of the model and of others, cannot run again"
@@ -135,7 +135,7 @@ class ModelState:
         return restore
 
     def end(self):
-        "Nothing is put back any more"
+        "Nothing is restored any more"
         self.attrs.end()
 
     def weights(self) -> tuple:
@@ -218,7 +218,7 @@ class LearnerState:
         self.writes = False # Has a batch written to its inputs?
 
     def end(self):
-        "Nothing is put back any more"
+        "Nothing is restored any more"
         if self.attrs: self.attrs.end()
         self.random.end()
 
@@ -306,7 +306,7 @@ class AllNoted:
         modules = ModelState(unwrap(learn.model), learn.loss_func, learn)
         return modules,LearnerState(learn, others, modules.hooks)
 
-    def put_back(self):
+    def restore(self):
         "Restore it; you may call this more than once"
         for f in self.back: f()
         for d,before in self.exact: d.update(before)
@@ -327,8 +327,8 @@ def unchanged(
     try:
         with weights: yield weights
     finally:
-        noted.put_back()
-        weights.put_back()
+        noted.restore()
+        weights.restore()
 
 # %% ../../nbs/train/03_snapshot.ipynb #f56161eb
 def _shuffling(learn):

@@ -18,7 +18,7 @@ from .grads import total_norm
 from ..util.nested import stored,tensors
 from ..util.torch_private import is_out_of_memory,no_torch_function,versions
 from .ranks import Ranks
-from .rerun import Batches,Left,may_be_halfs,control_exceptions
+from .rerun import Batches,Abandoned,may_be_halfs,control_exceptions
 from .scaler import DynamicScaler
 
 # %% ../../nbs/train/07_step.ipynb #5a1ff94e
@@ -56,8 +56,8 @@ class Step(Attempts):
         return self.next.what is Next.skip
 
     @property
-    def is_left(self) -> bool:
-        "Does the batch run again? Then the attempt cannot be used, even if somebody's `except` has caught `Left`"
+    def is_abandoned(self) -> bool:
+        "Does the batch run again? Then the attempt cannot be used, even if somebody's `except` has caught `Abandoned`"
         return self.next.what not in (None,Next.step,Next.skip)
 
     @property
@@ -156,7 +156,7 @@ class Step(Attempts):
     def undo(self):
         "Leave no trace of an attempt that an exception has ended, or of its gradients if the step is taken"
         if self.is_taken: self.batches.gradients.drop()
-        else: self.batches.put_back()
+        else: self.batches.restore()
 
     def decide(self,
         outcome:Outcome=None # What came of the attempt, if not `self.outcome`
@@ -180,12 +180,12 @@ class Step(Attempts):
         "Judge the gradients and decide what comes next; leave the attempt if the batch runs again"
         if self.stop_at_loss:
             self.stop_at_loss()
-            raise Left
+            raise Abandoned
         self.judge()
         if self.outcome is None: return None
         if more and self.outcome is Outcome.fine: return None
         what = self.next.what or self.decide()
-        if self.is_left: raise Left
+        if self.is_abandoned: raise Abandoned
         return what
 
 # %% ../../nbs/train/07_step.ipynb #26736a76
@@ -198,12 +198,12 @@ def attempt(self:Step,
     try:
         go()
         return self._is_done(passes, before)
-    except Left: return False
+    except Abandoned: return False
     except control_exceptions:
         if not self._may_be_cancelled(passes, before): return False
         raise
     except Exception as e:
-        done = False if self.is_left else self._raised(e)
+        done = False if self.is_abandoned else self._raised(e)
         if done is None: raise # only here: another frame that refers to `e` would keep it and its contexts alive
         return done
     finally: self.batches.gradients.scaling.close()
@@ -214,15 +214,15 @@ def _is_done(self:Step,
     before # References to predictions and loss from before the attempt
 ):
     "Is the batch done after an attempt that came to its end, or that a callback has cancelled?"
-    if self.is_left: return False
+    if self.is_abandoned: return False
     return self._is_judged(passes) or self._judge_results(before)
 
 @patch
 def _may_be_cancelled(self:Step, passes, before): # As for `_is_done`
     "May a callback cancel the batch? In training, not for what half precision has done to it"
-    if not self.batches.learn.training: return not self.is_left
+    if not self.batches.learn.training: return not self.is_abandoned
     if not self._is_done(passes, before): return False
-    if self.unusable: self.batches.put_back()
+    if self.unusable: self.batches.restore()
     return True
 
 @patch
@@ -261,7 +261,7 @@ def _judge_results(self:Step,
     bad = self._are_results_bad(before)
     if not bad and self.kind is not Next.reference: return True
     if self.decide(Outcome.broken if bad else Outcome.fine) is not Next.skip: return False
-    if self.batches.learn.training: self.batches.put_back()
+    if self.batches.learn.training: self.batches.restore()
     return True
 
 # %% ../../nbs/train/07_step.ipynb #43fc7766

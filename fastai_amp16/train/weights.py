@@ -46,7 +46,7 @@ class KeptWeights(TorchFunctionMode):
             for p in self.at.get(_storage(t), ()):
                 if p not in self.noted: self.noted[p] = p.data,p.detach().clone()
 
-    def put_back(self):
+    def restore(self):
         "Restore the weights that were written to"
         for p,(data,copy) in self.noted.items():
             p.data = data

@@ -124,9 +124,9 @@ class ThreadState:
         self.modes = _depth('function'),_depth('dispatch')
 
     def __enter__(self): return self
-    def __exit__(self, *args): self.put_back()
+    def __exit__(self, *args): self.restore()
 
-    def put_back(self):
+    def restore(self):
         "Leave what was entered since, modes first, as they would see the rest; a second call does nothing"
         functions,dispatch = self.modes
         while _depth('function')>functions: torch._C._pop_torch_function_stack()
