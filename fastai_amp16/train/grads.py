@@ -135,6 +135,7 @@ def _summed(os, device, group):
 def _as_one(os, device, dtype):
     "Numbers, and tensors of one number each, as one tensor"
     def number(o):
-        if isinstance(o, Tensor): return o.to(device, dtype).reshape(())
-        return torch.full((), o, dtype=dtype, device=device)
+        if not isinstance(o, Tensor): return torch.full((), o, dtype=dtype, device=device)
+        is_one = (o.dtype,o.device,o.dim())==(dtype,device,0)
+        return o if is_one else o.to(device, dtype).reshape(()) # which takes longer, even if it changes nothing
     return torch.stack([number(o) for o in os])
