@@ -15,39 +15,46 @@ root = Path(__file__).parents[1]
 f16,bf16,f32 = torch.float16,torch.bfloat16,torch.float32
 
 # %% in other processes
-parts = { # what runs there, as arguments of pytest
-    'habits': ['test_as_cuda.py'],
-    'random numbers, and averages of weights': ['test_comparable.py', 'test_entry.py', '-k', 'depend_on or Averaged'],
-    'ordinary models': ['test_ordinary.py'],
-    'comparisons': ['test_silent.py', '-k', 'first_batch and fp16 or '
-                    'nothing_is_said and (dropout or augmentation or recurren or attention)'],
-    'healing': ['test_healing.py', '-k', 'silent_overflows or compared_with or checkpoints or hides or now_and_then or ranks_the_producer'],
-    'programs': ['test_programs.py', '-k', 'see_true or healed or half_inputs_are_compared'],
-    'other clients': ['test_clients.py', '-k', 'closure or hook or transform or control or writes or healed'],
-    'as in fp32': ['test_same_as_fp32.py', '-k', 'fp32s_way and (transformer or callback_that or gan or one_cycle or mixup)'],
+parts = { # what runs there: patterns of names, by file; each file belongs to one part
+    'habits': {'as_cuda': ''},
+    'random numbers, and averages of weights': dict.fromkeys(['comparable','entry'], 'depend_on|Averaged'),
+    'ordinary models': {'ordinary': ''},
+    'comparisons': {'silent': 'first_batch.*fp16|nothing_is_said.*(dropout|augmentation|recurren|attention)'},
+    'healing': {'healing': 'silent_overflows|compared_with|checkpoints|hides|now_and_then|ranks_the_producer'},
+    'programs': {'programs': 'see_true|healed|half_inputs_are_compared'},
+    'other clients': {'clients': 'closure|hook|transform|control|writes|healed'},
+    'as in fp32': {'same_as_fp32': 'fp32s_way.*(transformer|callback_that|gan|one_cycle|mixup)'},
 }
 
 code = '''
-import contextlib,io,json,os
+import contextlib,io,json,os,re
 os.environ['FASTAI_AMP16_DEVICE'] = 'as_cuda'
 import pytest
+parts = {parts}
+def part_of(nodeid):
+    "The part that runs a test"
+    path,name = nodeid.split('::', 1)
+    file = path.rpartition('test_')[-1][:-3]
+    return next((k for k,files in parts.items() if file in files and re.search(files[file], name)), None)
 class Outcomes:
-    def __init__(self): self.passed,self.failed = 0,[]
+    def __init__(self): self.passed,self.failed = dict.fromkeys(parts, 0),{{k: [] for k in parts}}
+    def pytest_collection_modifyitems(self, items): items[:] = [o for o in items if part_of(o.nodeid)]
     def pytest_runtest_logreport(self, report):
-        self.passed += report.when=='call' and report.passed
-        if report.failed: self.failed.append(f'{{report.nodeid}}: {{report.longreprtext[-600:]}}')
-def outcome(args):
-    with contextlib.redirect_stdout(io.StringIO()) as out: status = pytest.main(args, plugins=[seen := Outcomes()])
-    return seen.failed or ([] if status==0 and seen.passed else [out.getvalue()])
-with open({path!r}, 'w') as f: json.dump({{part: outcome(args) for part,args in {parts}.items()}}, f)
+        part = part_of(report.nodeid)
+        self.passed[part] += report.when=='call' and report.passed
+        if report.failed: self.failed[part].append(f'{{report.nodeid}}: {{report.longreprtext[-600:]}}')
+files = [f'tests/test_{{o}}.py' for files in parts.values() for o in files]
+options = ['-n', '0', '-q', '--no-header', '-p', 'no:cacheprovider']
+with contextlib.redirect_stdout(io.StringIO()) as out: pytest.main(files+options, plugins=[seen := Outcomes()])
+failed = {{k: seen.failed[k] or ([] if n else [out.getvalue()]) for k,n in seen.passed.items()}}
+with open({path!r}, 'w') as f: json.dump(failed, f)
 '''
 
 @pytest.fixture(scope='module')
 def failed(tmp_path_factory, in_a_process):
-    "What failed in a process that computes as CUDA does, by part: one process for all of them, since each has the same imports"
-    path,options = tmp_path_factory.mktemp('as_cuda')/'failed.json',['-n', '0', '-q', '--no-header', '-p', 'no:cacheprovider']
-    args = {part: [*[f'tests/{o}' if o.endswith('.py') else o for o in words], *options] for part,words in parts.items()}
-    in_a_process(code.format(parts=args, path=str(path)), root)
+    "What failed by part, all of them in one process that computes as CUDA does"
+    path = tmp_path_factory.mktemp('as_cuda')/'failed.json'
+    in_a_process(code.format(parts=parts, path=str(path)), root)
     return json.loads(path.read_text())
 
 @pytest.mark.skipif(asked!='cpu', reason='all tests run so')
