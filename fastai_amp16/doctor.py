@@ -6,6 +6,7 @@
 __all__ = ['Finding', 'Checkup', 'Device']
 
 # %% ../nbs/04_doctor.ipynb #d7fa36b5
+import textwrap
 from dataclasses import dataclass,field
 from html import escape
 from typing import NamedTuple
@@ -70,8 +71,7 @@ class Checkup(list):
             if n==1 or kind in ('speed','info'): return f'{n} {kind}'
             return f'{n} {kind}s'
         kinds = Counter(o.severity for o in self)
-        def kind(k): return f'{counted(k, kinds[k])} ({_severities[k]})'
-        words = list(map(kind, kinds))
+        words = [f'{counted(k, n)} ({_severities[k]})' for k,n in kinds.items()]
         return f"{counted('finding', len(self))}: {', '.join(words)}."
 
     def __str__(self):
@@ -79,7 +79,7 @@ class Checkup(list):
         for o in self:
             where = f'{o.where}: ' if o.where else ''
             res.append(f'\n{o.severity.upper()}  {where}{o.fact}')
-            res += [f'    {l}' for l in o.remedy.splitlines()]
+            res.append(textwrap.indent(o.remedy, '    '))
         return '\n'.join(res)
     __repr__ = __str__
 
@@ -100,17 +100,11 @@ class Checkup(list):
 def _with_hint(remedy, hint): return f'{remedy}\n# or, in its code: {hint}' if hint else remedy
 
 def _fault(report):
-    if report.verdict in ('healthy','scale'): return
     remedy = report.remedy if report.promoted else f'# {report.remedy}'
     yield Finding('error', report.producer, report.sentence, _with_hint(remedy, report.hint))
 
 # %% ../nbs/04_doctor.ipynb #c41a90e5
 _largest = torch.finfo(torch.float32).max
-
-class _Top(NamedTuple):
-    "The largest number of a module in half precision, and the operation that has it, or `None`"
-    number:float = 0.
-    op:str = None
 
 def _top(seen, half, limit):
     "The largest number of a tensor in half precision; 0 if it is in fp32, or a mask of the largest number there is"
@@ -120,15 +114,15 @@ def _top(seen, half, limit):
     return 0. if top in (limit,_largest) else top
 
 def _tops(case, limit):
-    "The `_Top` of each module, by its name"
-    modules,tops = dict(case.model.named_modules()),defaultdict(_Top)
+    "By module: the largest number in half precision, if it has less than one bit of room, and its operation or `None`"
+    tops = {}
     for f in case.fp32.frames:
-        if f.name not in modules or modules[f.name] in case.half.plan.in_fp32: continue
-        is_of_children = f.op is None and any(modules[f.name].children())
+        if f.in_loss or f.module in case.half.plan.in_fp32: continue
+        is_of_children = f.op is None and any(f.module.children())
         if is_of_children: continue
         for seen in (*f.ins,*f.outs):
             top = _top(seen, case.half.seen.get(seen.place), limit)
-            if top>tops[f.name].number: tops[f.name] = _Top(top, f.op)
+            if top>tops.get(f.name, (limit/2,))[0]: tops[f.name] = top,f.op
     return tops
 
 def _keeps_own_code(case, names):
@@ -137,13 +131,12 @@ def _keeps_own_code(case, names):
     own = [f'{n}.' if has_children(n) else n for n in names]
     return keep_code(names_of(case.model, [*case.keep, *own]), case.dtype)
 
-def _near(case, report):
+def _near(case):
     "Modules with less than one bit of room"
-    if report.verdict not in ('healthy','scale'): return # first that
     limit = torch.finfo(case.dtype).max
-    tops = {n: o for n,o in _tops(case, limit).items() if o.number>limit/2}
+    tops = _tops(case, limit)
     if not tops: return
-    name,*others = sorted(tops, key=lambda n: -tops[n].number)
+    name,*others = sorted(tops, key=lambda n: -tops[n][0])
     top,op = tops[name]
     what = f'`{op}`' if op else 'It'
     bits = math.log2(limit/top)
@@ -159,8 +152,7 @@ def _is_trained(w): return len(w.flatten()[:1000].unique())>16 # not all ones
 
 def _bf16_weights(case, device):
     if case.dtype!=torch.float16: return
-    def is_weight(p): return p.dim()>1 and p.dtype==torch.float32
-    ws = [p.detach() for p in case.model.parameters() if is_weight(p)]
+    ws = [p.detach() for p in case.model.parameters() if p.dim()>1 and p.dtype==torch.float32]
     ws = [w for w in ws if _is_trained(w)]
     total = sum(w.numel() for w in ws)
     short = sum(w.numel() for w in ws if _has_bf16_digits(w))
@@ -179,8 +171,7 @@ def _optimizer(case):
     weight = nn.Parameter(torch.zeros(1))
     try: opt = learn.opt or learn.opt_func([weight], lr=learn.lr)
     except Exception: return # it needs the parameters of the model, which is fine
-    all_eps = [float(h['eps']) for h in opt.hypers if h.get('eps')]
-    eps = min(all_eps, default=math.inf)
+    eps = min((float(h['eps']) for h in opt.hypers if h.get('eps')), default=math.inf)
     if torch.tensor(eps, dtype=case.dtype)!=0: return
     f = getattr(learn.opt_func, 'func', learn.opt_func) # of a `partial`
     name = getattr(f, '__name__', '')
@@ -277,11 +268,8 @@ def _sizes_of(m):
 
 def _in_half(case):
     "The linear layers and convolutions that ran in half precision, by name, in the order in which they ran"
-    modules = dict(case.model.named_modules())
-    names = dict.fromkeys(f.name for f in case.fp32.frames if f.op is None)
-    ran = {n: modules[n] for n in names if n in modules}
-    def is_half(m): return isinstance(m, (nn.Linear,*convs)) and m not in case.half.plan.in_fp32
-    return {n: m for n,m in ran.items() if is_half(m)}
+    ran = {f.name: f.module for f in case.fp32.module_calls if isinstance(f.module, (nn.Linear,*convs))}
+    return {n: m for n,m in ran.items() if m not in case.half.plan.in_fp32}
 
 def _slow_sizes(layers):
     "The sizes between layers that are not multiples of 8, by the layer's name"
@@ -298,18 +286,16 @@ def _sizes(case, device):
     if not device.tensor_cores or case.half is None: return
     by_layer = _slow_sizes(_in_half(case))
     if not by_layer: return
-    sizes = list(dict.fromkeys(s for o in by_layer.values() for s in o))
+    sizes = uniqueify(concat(*by_layer.values()))
     fact = f"Sizes that are not multiples of 8 ({listed(sizes)}) slow tensor cores down."
     name,*others = by_layer
-    def better(n): return f'{8*math.ceil(n/8)} instead of {n}'
-    remedy = ', '.join(map(better, sizes))
+    remedy = ', '.join(f'{8*math.ceil(n/8)} instead of {n}' for n in sizes)
     yield Finding('speed', name, fact, f'# {remedy}', others)
 
 def _recurrent(case, device):
     if device.type!='cuda' or case.dtype!=torch.bfloat16 or cudnn_has_bf16(): return
     in_fp32 = case.plan().in_fp32
-    def is_slow(m): return isinstance(m, nn.RNNBase) and m in in_fp32
-    found = [n for n,m in case.model.named_modules() if is_slow(m)]
+    found = [n for n,m in case.model.named_modules() if isinstance(m, nn.RNNBase) and m in in_fp32]
     if not found: return
     fact = "Recurrent layers compute in fp32 here: cuDNN takes bf16 in them from 9.13 on, with PyTorch 2.10 or newer."
     yield Finding('speed', found[0], fact, 'learn.to_fp16_dynamic()  # or update PyTorch', found[1:])
@@ -329,15 +315,13 @@ def _memory_format(case, device):
 
 # %% ../nbs/04_doctor.ipynb #ff49c827
 def _findings(case, report, device):
-    yield from _fault(report)
-    yield from _near(case, report)
+    is_fault = report.verdict not in ('healthy','scale')
+    yield from _fault(report) if is_fault else _near(case)
     yield from _bf16_weights(case, device)
     yield from _optimizer(case)
     yield from _large_eps(case)
     yield from _device(device, case.dtype)
-    yield from _sizes(case, device)
-    yield from _recurrent(case, device)
-    yield from _memory_format(case, device)
+    for check in (_sizes,_recurrent,_memory_format): yield from check(case, device)
     in_a_fit = '# call learn.fp16_doctor() in a fit, from a callback'
     if case.without: yield Finding('info', None, case.without, in_a_fit)
 

@@ -32,17 +32,14 @@ def _measured(f):
     for s in f.outs:
         if not f.op and s.value: yield 'gradient',s,s.grad
 
-def _is_half(f, column, half, in_fp32):
-    "Return whether this is computed in half precision, as far as is known"
-    if half and half.half: return True
-    return column!='weight_grad' and f.module not in in_fp32
-
-def _row(case, f, column, s, m, in_fp32):
-    "One measure of a call as a row: `column`, and the bits that are left below the largest number of its precision"
-    row = {'module': f.name, column: m.top}
+def _row(case, module, column, s, m):
+    "One measure as a row: `column`, and the bits that are left below the largest number of its precision"
+    row = {**module, column: m.top}
     half = case.half.seen.get(s.place) if case.half else None
+    is_half = column!='weight_grad' and module['computes']==case.kind # as far as is known
+    if half and half.half: is_half = True
     if 0<m.top<math.inf: # a gradient times the loss scale may be infinite
-        dtype = case.dtype if _is_half(f, column, half, in_fp32) else torch.float32
+        dtype = case.dtype if is_half else torch.float32
         row['bits'] = math.log2(torch.finfo(dtype).max/m.top)
     if column in ('gradient','weight_grad'):
         row[column] = m.top/case.scale
@@ -54,33 +51,29 @@ def _row(case, f, column, s, m, in_fp32):
 
 def _summed_up(rows):
     "One row for each module"
-    df = pd.DataFrame(rows, columns=['module',*_worst]).astype(dict.fromkeys(_worst, float))
-    df = df.groupby('module', sort=False).agg(_worst).reset_index()
-    some = df['some'].where(df['some']>0)
+    module = ['module','type','computes']
+    df = pd.DataFrame(rows, columns=[*module,*_worst]).astype(dict.fromkeys(_worst, float))
+    df = df.groupby(module, sort=False).agg(_worst).reset_index()
+    some = df.pop('some')
     df['flushed'] /= some
     df['subnormal'] /= some
-    return df.fillna(dict(input=0., output=0., bits=math.inf)).drop(columns='some')
+    return df.fillna(dict(input=0., output=0., bits=math.inf))
 
 def _table(case):
     "The table of a `PrecisionReport`, from the run in fp32 and the one in half precision"
     in_fp32 = case.plan().in_fp32
     frames = [f for f in case.fp32.frames if not f.in_loss]
-    frames = [f for f in frames if has_code(f.module)] # without plain containers
-    modules = {f.name: f.module for f in frames}
-    rows = [{'module': name} for name in modules]
+    rows = []
     for f in frames:
-        rows += [_row(case, f, column, s, m, in_fp32) for column,s,m in _measured(f) if m]
+        if not has_code(f.module): continue # a plain container
+        computes = 'fp32' if f.module in in_fp32 else case.kind
+        module = dict(module=f.name, type=type(f.module).__name__, computes=computes)
+        rows += [module, *(_row(case, module, *o) for o in _measured(f) if o[-1])]
     df = _summed_up(rows)
-    df.insert(1, 'type', [type(m).__name__ for m in modules.values()])
-    df.insert(2, 'computes', ['fp32' if m in in_fp32 else case.kind for m in modules.values()])
-    df['nonfinite'] = df.module.isin(_not_finite(case.half))
+    events = case.half.events if case.half else []
+    df['nonfinite'] = df.module.isin([f.name for f,where,s in events if where!='in' and s.is_bad()])
     df['order'] = range(len(df))
     return df.sort_values('bits', kind='stable', ignore_index=True)
-
-def _not_finite(half):
-    "The modules that give numbers which are finite in fp32 alone"
-    if half is None: return []
-    return [f.name for f,where,s in half.events if where!='in' and s.is_bad()]
 
 # %% ../../nbs/diagnosis/09_diagnose.ipynb #f52a50a2
 def diagnose(
@@ -96,8 +89,9 @@ def diagnose(
     try:
         report = _report(case, all_buffers)
         case.ranks.gather() # has any of them failed?
+    except RankFailed: raise
     except Exception as e:
-        if not isinstance(e, RankFailed): case.ranks.fail(f'raises {error_in_words(e)}')
+        case.ranks.fail(f'raises {error_in_words(e)}')
         raise
     return report
 
