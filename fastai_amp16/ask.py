@@ -62,8 +62,7 @@ def _begin(learn, dl, left_out):
     is_trainable = any(p.requires_grad for p in learn.model.parameters())
     if learn.opt is None and is_trainable: learn.create_opt()
     n_iter = len(dl) if hasattr(dl, '__len__') else 1
-    vars(learn).update(dl=dl, n_epoch=1, n_iter=n_iter, loss=tensor(0.))
-    vars(learn).update(epoch=0, iter=0, train_iter=0, pct_train=0.)
+    vars(learn).update(dl=dl, n_epoch=1, n_iter=n_iter, epoch=0, iter=0, train_iter=0, pct_train=0., loss=tensor(0.))
     def call_one(event):
         for cb in learn.cbs.sorted('order'):
             if cb not in left_out and not _runs(cb, event): left_out.append(cb)

@@ -32,10 +32,7 @@ def _with_arguments(f):
     "Add a line for each argument to the docstring, for `?` and `help`"
     args = docments(f, full=True)
     args.pop('return')
-    def line(name, arg):
-        says = ' '.join(arg.docment.split())
-        return f'{name}={arg.default!r}: {says}'
-    lines = [line(k, o) for k,o in args.items() if o.docment]
+    lines = [f"{k}={o.default!r}: {' '.join(o.docment.split())}" for k,o in args.items() if o.docment]
     f.__doc__ = '\n'.join([cleandoc(f.__doc__), '', 'Arguments:', *lines])
     return f
 
@@ -292,11 +289,6 @@ def __call__(self, event_name):
     mp = running(self) if event_name in _within_autocast else None
     with MixesDtypes(mp.plan.device_type) if mp and mp.plan else nullcontext(): call()
 
-def _record_again(learn):
-    "Let the callback that was left out for a batch run again"
-    mp = running(learn)
-    if mp and mp.left_out: mp.left_out.run,mp.left_out = True,None
-
 @patch_to(Learner)
 @functools.wraps(_fastais_events)
 def _with_events(self, f, event_type, ex, final=noop):
@@ -306,4 +298,5 @@ def _with_events(self, f, event_type, ex, final=noop):
     with _only_last(self) if event_type in ('fit','validate') else nullcontext():
         try: _fastais_events(self, run, event_type, ex, final)
         finally:
-            if event_type=='batch': _record_again(self)
+            mp = running(self) if event_type=='batch' else None
+            if mp and mp.left_out: mp.left_out.run,mp.left_out = True,None # the recorder runs again

@@ -62,8 +62,7 @@ def _derivative(run, s, is_first):
     tensor at all, it is the call that the tensor came from. Where no call is seen to have taken it in, as at the end of
     a reentrant checkpoint, only the first bad gradient of all is not handed on."""
     def came_before(f): return [o for o in f.outs if o.turn<s.turn]
-    def took_in(f, where): return came_before(f) if where=='in' else where=='param'
-    takers = [f for f,where in s.calls if took_in(f, where)]
+    takers = [f for f,where in s.calls if (came_before(f) if where=='in' else where=='param')]
     # the fp32 run does not have our cast of the prediction to fp32, which belongs to no module
     giver = _inner([f for f,where in (s.ref or s).calls if where=='out'])
     if not takers: return giver if is_first else None
@@ -71,8 +70,6 @@ def _derivative(run, s, is_first):
     taker = _inner(takers)
     if giver is None or giver.name==taker.name: return taker
     return giver if _exceeds_half(run, s) else taker
-
-def _phase(f): return 'loss' if f.in_loss else 'forward'
 
 def _made_off(run, far):
     "Iterate over the calls that gave what is off, and, where it is first seen to go in, over those around them"
@@ -107,7 +104,7 @@ def faults(
     What is only far off comes before what is not finite, which mostly does no harm then."""
     calls = dict.fromkeys(_in_forward(run, far))
     if far: calls = sorted(calls, key=lambda f: f.is_infinite)
-    if calls: return [(_phase(f),f) for f in calls]
+    if calls: return [('loss' if f.in_loss else 'forward',f) for f in calls]
     bad = [s for s in run.fired if s.is_bad('grad')]
     made = [_derivative(run, s, s is bad[0]) for s in bad]
     return [('backward',f) for f in dict.fromkeys(made) if f]
@@ -129,8 +126,9 @@ def _ends(case, rec, loss=None):
     if loss is None: return rec.end_backward(case.batches.gradients)
     if not case.backward: return True
     shows_gradients = rec.modules and rec.plan is None # for the table of a report
-    if not shows_gradients and not loss.isfinite().all(): rec.finite = False
-    return case.ranks.any(not shows_gradients and not rec.finite)
+    is_bad = not shows_gradients and not loss.isfinite().all()
+    if is_bad: rec.finite = False
+    return case.ranks.any(is_bad)
 
 def _record_batch(case, rec, loss_func):
     if rec.modules: case.learn.loss_func = rec.begin(loss_func)
@@ -171,9 +169,8 @@ def _that_raised(case, rec):
     def is_container(f):
         if f.op or f.module is None: return False
         return not has_code(f.module)
-    def last_child(f): return last(o for o in rec.frames if o.parent is f and not o.op)
     f = rec.open
-    while f and is_container(f): f = last_child(f)
+    while f and is_container(f): f = last(o for o in rec.frames if o.parent is f and not o.op)
     return f or rec.open
 
 def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
@@ -183,7 +180,6 @@ def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
     case.before_run()
     case.ranks.gather() # all begin the run, or none does, if one of them has failed
     step = case.step
-    batches = case.batches
     entry = case.batches.entry
     before = vars(step).copy()
     loss_func = case.learn.loss_func
@@ -201,7 +197,7 @@ def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
         case.learn.loss_func = loss_func
         vars(step).update(before)
         entry.plan,entry.around_next = at_before
-        batches.restore() # the caller needs the statistics of the start of the step
+        case.batches.restore() # the caller needs the statistics of the start of the step
     if is_out_of_memory(rec.error): raise rec.error # which is nobody's fault
     return rec
 
@@ -267,8 +263,7 @@ class Case:
         **kwargs # Passed to `Recording`
     ) -> Recording: # With `finite`, `error`, `pred`, `frames` and more
         "Run the batches in half precision, and restore everything"
-        plan,scale = self.plan(promoted),scale or self.scale
-        return _record(self, modules, plan, scale, compares, **kwargs)
+        return _record(self, modules, self.plan(promoted), scale or self.scale, compares, **kwargs)
 
     def run_fp32(self,
         modules:bool=True, # As in `run`
@@ -285,7 +280,7 @@ class Case:
         At this scale, the largest gradients of most modules' weights and outputs in half precision are still normal
         numbers, in at least one of the calls of a module."""
         if self.min_scale is None or not self.backward: return self.scale
-        tops = sorted(top for top in self._gradients().values() if top>0)
+        tops = sorted(top for top in map(max, self._gradients().values()) if top>0)
         least = 0.
         if tops:
             small = tops[len(tops)//10] # nine of ten are normal
@@ -294,18 +289,11 @@ class Case:
         return min(self.scale, max(self.min_scale, *self.ranks.gather(least)))
 
     def _gradients(self):
-        "The largest gradients of each module's weights and outputs, of those that may come in half precision"
-        def is_half(s):
-            half = self.half.seen.get(s.place)
-            return half is None or half.half
-        tops = defaultdict(float)
-        for f in self.fp32.module_calls:
-            for s in (*f.params,*f.outs):
-                if not s.grad or not is_half(s): continue
-                k = s.place.call.name,s.place.where
-                top = s.grad.top/self.scale
-                tops[k] = max(tops[k], top)
-        return tops
+        "The largest gradient in each call of a module, by its name, for weights and for outputs that may come in half"
+        def may_be_half(s): return getattr(self.half.seen.get(s.place), 'half', True)
+        seen = [s for f in self.fp32.module_calls for s in (*f.params,*f.outs) if s.grad and may_be_half(s)]
+        def kind(s): return s.place.call.name,s.place.where
+        return groupby(seen, kind, lambda s: s.grad.top/self.scale)
 
     def is_sound(self,
         promoted=(), # As in `plan`

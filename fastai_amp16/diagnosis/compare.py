@@ -72,23 +72,15 @@ def _over_spread(norms, preds):
 
 def _changes(ts, before):
     "How tensors differ from what they were, each as one sample"
-    def change(t, b): return t-b if b.shape==t.shape else t
     before = before or map(torch.zeros_like, ts)
-    return [change(t, b)[None] for t,b in zip(ts, before)]
-
-def _off_by(run, reference, name, before):
-    "By how many steps of half precision the change of what modules carry by this name is off from fp32's"
-    changes = [_changes(o.states.get(name, []), before.get(name)) for o in (run,reference)]
-    eps = torch.finfo(run.dtype).eps
-    return deviation(*changes)/eps
+    return [(t-b if b.shape==t.shape else t)[None] for t,b in zip(ts, before)]
 
 def has_become_infinite(
     ts, # Tensors, or containers of tensors
     reference # The same in fp32
 ) -> bool:
     "Return whether one of the tensors has infinity or NaN, and fp32's has none; that of a mask is in both"
-    def has(x, y): return y.isfinite().all() and not x.isfinite().all()
-    return any(has(x, y) for x,y in pairs(ts, reference))
+    return any(y.isfinite().all() and not x.isfinite().all() for x,y in pairs(ts, reference))
 
 def states_off(
     run, # In half precision: has `dtype`, `pred` and `states`, as a `Recording`
@@ -96,11 +88,12 @@ def states_off(
     before:dict # What modules carried to the batch
 ) -> dict: # By name
     "How far off the change of what modules carry to the next batch is, in steps of half precision"
-    res = {}
-    for name,ts in reference.states.items():
-        is_infinite = has_become_infinite(run.states.get(name, []), ts)
-        res[name] = math.inf if is_infinite else _off_by(run, reference, name, before)
-    return res
+    eps = torch.finfo(run.dtype).eps
+    def off(name, ts):
+        mine,at_first = run.states.get(name, []),before.get(name)
+        if has_become_infinite(mine, ts): return math.inf
+        return deviation(_changes(mine, at_first), _changes(ts, at_first))/eps
+    return {name: off(name, ts) for name,ts in reference.states.items()}
 
 def _hides_infinity(learn, pred, reference):
     "Return whether predictions are infinite where fp32's are not, but the loss, which would show it, is finite"
@@ -179,7 +172,7 @@ class _ReferenceRuns:
     def __init__(self, batches, call_by, dtype): # `call_by` as for `Comparison.make`
         self.learn = batches.learn
         self.state = batches.model_state
-        self.call_by,self.dtype = call_by,dtype
+        store_attr('call_by,dtype')
         self.written = [] # weights to which the forward pass writes
         self.states = batches.model_state,batches.learner_state
         self.noted = self.note()
@@ -204,18 +197,14 @@ class _ReferenceRuns:
         states = sampled(self.state.carried())
         return SimpleNamespace(dtype=self.dtype, pred=pred, states=states)
 
-    def _call(self, plan):
-        before = _random_states()
-        if plan is None: self.state.to_fp32() # a count that half precision has stopped goes on
-        pred = self.call_by(plan, self.part)
-        self.draws = self.draws or not all(map(torch.equal, before, _random_states()))
-        return self.result(pred)
-
     def attempt(self, plan):
         "What comes of a call before the batch's own one; `None` if that raises anything"
         try:
             with unchanged(self.learn, noted=self.noted) as kept, comparable(), torch.no_grad():
-                res = self._call(plan)
+                before = _random_states()
+                if plan is None: self.state.to_fp32() # a count that half precision has stopped goes on
+                res = self.result(self.call_by(plan, self.part))
+                self.draws = self.draws or not all(map(torch.equal, before, _random_states()))
         except Exception: return None
         self.written = kept.noted
         return res

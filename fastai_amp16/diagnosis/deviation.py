@@ -36,11 +36,6 @@ def _parts(t, most, dim=1):
     parts = t.split(max(1, n), dim)
     return [o for part in parts for o in _parts(part, most, dim+1)]
 
-def _in_float64(x, y):
-    "Both in float64, with 0 where either is not finite"
-    both = x.isfinite() & y.isfinite()
-    return [torch.where(both, o, 0).double() for o in (x,y)]
-
 def _centered(y):
     "`y` without its mean over samples; exactly 0 where all are the same"
     if not y.dim() or len(y)<2: return y
@@ -56,7 +51,8 @@ def _squares(x, y):
     res = 0.
     most = _at_once(x.numel())
     for x,y in zip(_parts(x, most), _parts(y, most)): # noqa: B020
-        x,y = _in_float64(x, y)
+        both = x.isfinite() & y.isfinite()
+        x,y = [torch.where(both, o, 0).double() for o in (x,y)]
         norms = [_by_sample(o).norm(dim=1) for o in (x-y,_centered(y))]
         res = res+torch.stack(norms).square()
     return res
@@ -76,17 +72,14 @@ def few_are_off(
 ) -> bool: # `False` if there are many in any tensor, or none
     "Return whether only one of several samples is off, or a tenth of them"
     are_off = [d>most**2*spread.mean() for d,spread in starmap(_squares, pairs(pred, reference))]
-    def are_few(is_off):
-        n = len(is_off)
-        return is_off.sum()<=max(n>1, n/10)
-    return any(map(torch.any, are_off)) and all(map(are_few, are_off))
+    are_few = [o.sum()<=max(len(o)>1, len(o)/10) for o in are_off]
+    return any(map(torch.any, are_off)) and all(are_few)
 
 def relative(
     norms:list # From `distances`
 ) -> float:
     "The largest norm of a difference, relative to the norm of what is compared with"
-    def ratio(d, spread): return d/spread if spread else math.inf
-    return max((ratio(d, spread) for d,spread in norms if d), default=0.)
+    return max((d/spread if spread else math.inf for d,spread in norms if d), default=0.)
 
 def deviation(
     pred, # Predictions: tensors, or containers of tensors
@@ -116,9 +109,8 @@ def _loss(learn, pred, yb):
         if not t.is_floating_point(): return t
         leaves.append(t.detach().requires_grad_())
         return leaves[-1]
-    def same(t): return t
     try: # with hooks, so that those of an activation checkpoint around the model do not see these tensors
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(same, same):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(noop, noop):
             loss = learn.loss_func(replace(pred, leaf), *yb).sum()
             # zeros for what is unused
             grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)

@@ -43,7 +43,7 @@ class Diagnosis:
     @property
     def kept(self) -> list:
         "What has to stay in fp32, as in `keep_fp32`"
-        return list(dict.fromkeys(p for r in self.reports for p in r.promoted))
+        return uniqueify(p for r in self.reports for p in r.promoted)
 
     @property
     def scale(self) -> float|None:
@@ -65,15 +65,13 @@ def _failure(e, is_fp32s, half_raised):
     if is_fp32s: return Verdict.no_fp32,f"in fp32 the batch raises {error_in_words(e)}"
     return Verdict.unknown,f"it raises {error_in_words(e)}"
 
+def _fault(report): return report.verdict,report.producer,report.op,*report.samples,*report.promoted
+
 def _merged(reports):
     "The reports of all ranks (`None` for nothing to report), one for each fault; all ranks agree on what stays in fp32"
-    def fault(o):
-        _,r = o
-        return r.verdict,r.producer,r.op,*r.samples
     res = []
-    by_rank = [o for o in enumerate(reports) if o[1]]
-    for found in groupby(by_rank, fault).values():
-        ranks,(report,*_) = zip(*found)
+    for ranks in groupby([(_fault(r),i) for i,r in enumerate(reports) if r], 0, 1).values():
+        report = reports[ranks[0]]
         if len(ranks)<len(reports):
             word = 'ranks' if len(ranks)>1 else 'rank'
             report.sentence = f"On {word} {', '.join(map(str, ranks))}: {report.sentence}"
@@ -121,7 +119,7 @@ def diagnose_step(
     if raised and named and not _raises_again(case): verdict,named = Verdict.fine,[]
     missed = None
     if verdict is Verdict.fine and not silent: verdict,missed = _where_nothing_is_found(case, error)
-    failures = list(dict.fromkeys(filter(None, (*why,missed))))
+    failures = uniqueify(filter(None, (*why,missed)))
     return Diagnosis(verdict, named, failures, error, silent)
 
 # %% ../../nbs/diagnosis/11_healing.ipynb #367dc7de
@@ -197,7 +195,8 @@ def heal(
     named = [r for r in d.reports if r.verdict!='scale'] # a lower scale is part of the history
     mp.reports += named
     heals = d.verdict is Verdict.healed and mp.on_spiral=='heal'
-    _count(mp, d, heals)
+    helped = heals or d.verdict is Verdict.scale
+    if helped or not d.silent: mp.log.add_diagnosis(helped) # a step that is only wrong is taken anyway
     if heals: _promote(mp, d)
     if d.verdict is Verdict.fine and d.silent: mp.comparison.found_nothing()
     elif d.verdict is Verdict.fine and what is not None: # fp32 has this infinity, too
@@ -209,13 +208,9 @@ def heal(
         finally: del d # or this frame and the exception would keep each other alive
     return what,d.scale or mp.scaler.get_scale()
 
-def _count(mp, d, heals):
-    helped = heals or d.verdict is Verdict.scale
-    if helped or not d.silent: mp.log.add_diagnosis(helped) # a step that is only wrong is taken anyway
-
 def _promote(mp, d):
     "Keep in fp32 from now on what the diagnosis `d` says"
-    mp.promoted = list(dict.fromkeys([*mp.promoted, *d.kept]))
+    mp.promoted = uniqueify([*mp.promoted, *d.kept])
     mp.log.kept_since = {**dict.fromkeys(d.kept, len(mp.log.steps)), **mp.log.kept_since}
     mp.plan = None
     mp.ready(mp.step.batches.entry)
@@ -240,4 +235,4 @@ def _warn(mp, d, named, what):
     for r in named:
         if what is Next.fp32: r.done = "This batch runs in fp32 instead."
         elif mp.step.unusable and mp.training: r.done = "The step of this batch is skipped."
-        mp.say_once(r.warning, (r.verdict,r.producer,r.op,*r.samples,*r.promoted))
+        mp.say_once(r.warning, _fault(r))

@@ -97,12 +97,12 @@ def _is_ours(f):
     name = f.f_globals.get('__name__', '')
     return name.startswith('fastai_amp16.') and name!='fastai_amp16.demo'
 
-_call_hooks = nn.modules.module,torch.utils.hooks,torch.autograd.graph,torch.autograd.function
+_hooks = nn.modules.module,torch.utils.hooks,torch.autograd.graph,torch.autograd.function
+_callers = {o.__file__ for o in _hooks}
 
 def _hook_that_raised(e):
     "The hook on a module or a tensor that raised `e`, in words; `None` if no hook did"
-    callers = {o.__file__ for o in _call_hooks}
-    def calls_hooks(f): return f.f_code.co_filename in callers
+    def calls_hooks(f): return f.f_code.co_filename in _callers
     frames = [f for f,_ in traceback.walk_tb(e.__traceback__)]
     called = [f for by,f in pairwise(frames) if calls_hooks(by) and not calls_hooks(f)]
     if not called: return None
@@ -122,10 +122,9 @@ def _key(t): return id(t),0 if t.is_inference() else version(t)
 class _RecordedLoss(GetAttr):
     "Wraps the loss function while a batch is recorded"
     _default = 'loss_func'
-    def __init__(self, recording, loss_func, name):
-        self.recording,self.loss_func,self.name = recording,loss_func,name
+    def __init__(self, recording, loss_func): store_attr()
     def __call__(self, *args, **kwargs):
-        self.recording._enter(self.name, (args,kwargs))
+        self.recording._enter(loss_name, (args,kwargs))
         res = self.loss_func(*args, **kwargs)
         self.recording._leave(res)
         return res
@@ -146,7 +145,7 @@ class Recording(TorchFunctionMode):
     ):
         super().__init__()
         self.names = {m:n for n,m in model.named_modules()}
-        self.dtype,self.plan,self.scale,self.reference = dtype,plan,scale,reference
+        store_attr('dtype,plan,scale,reference')
         self.frames,self.events,self.fired = [],[],[]
         self.stack = [] # the calls that are running
         self.calls = Counter() # how many of each there were
@@ -162,8 +161,7 @@ class Recording(TorchFunctionMode):
 
     # the course of a run
     def begin(self,
-        loss_func, # Any callable
-        name:str=loss_name # Of the module whose code it stands for
+        loss_func # Any callable
     ): # What takes the place of the loss function
         """Begin to record a batch, or the next one of several
 
@@ -174,12 +172,12 @@ class Recording(TorchFunctionMode):
         if not self.handles:
             for m in self.names: self._hook_into(m)
             for m in loss_func.modules() if is_module else (): self._hook_into(m)
-        return loss_func if is_module else _RecordedLoss(self, loss_func, name)
+        return loss_func if is_module else _RecordedLoss(self, loss_func)
 
     def _hook_into(self, m):
         if isinstance(m, torch.jit.ScriptModule): return
-        self.handles.append(m.register_forward_pre_hook(self._pre_hook, with_kwargs=True))
-        self.handles.append(m.register_forward_hook(self._hook))
+        self.handles += [m.register_forward_pre_hook(self._pre_hook, with_kwargs=True),
+                         m.register_forward_hook(self._hook)]
 
     def fail(self,
         e:Exception # What the batch raised
@@ -216,12 +214,9 @@ class Recording(TorchFunctionMode):
         seen = [getattr(s, k) for s,k in noted]
         others = tensors([results, self.total]),[t for _,t in carried],tensors(self.pred)
         others = [list(map(measure, ts)) for ts in others]
-        seen,*others = read(seen, *others)
+        seen,ends,stays,preds = read(seen, *others)
         for (s,k),m in zip(noted, seen): setattr(s, k, m)
-        self._judge(*others, [name for name,_ in carried])
-
-    def _judge(self, ends, carried, preds, names):
-        for name,m in zip(names, carried): self.carried[name] += m.nonfinite
+        for (name,_),m in zip(carried, stays): self.carried[name] += m.nonfinite
         if any(m.nonfinite for m in preds): self.infinite = True
         if any(m.nonfinite for m in ends): self.finite = False
         if self.error is not None: self.finite = False
@@ -277,11 +272,9 @@ class Recording(TorchFunctionMode):
 
     def _caller(self):
         "Return the frame whose code runs now, or `None` if nothing is noted"
-        return None if not self.on or self._was_seen() else last(self.stack)
-
-    def _was_seen(self):
-        "Return whether a checkpoint runs again what was seen already"
-        return in_backward() and not self.again
+        if not self.on: return None
+        if in_backward() and not self.again: return None # a checkpoint runs again what was seen already
+        return last(self.stack)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

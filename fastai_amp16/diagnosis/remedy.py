@@ -14,10 +14,6 @@ from .record import Frame,Recording
 from .case import Case,has_code,makers
 
 # %% ../../nbs/diagnosis/06_remedy.ipynb #1ab605fa
-def _largest_grad(run):
-    "Return the largest gradient in half precision of a run, at its loss scale"
-    return max((s.grad.top for s in run.fired if s.half), default=0.)
-
 def _scale_that_fits(case, promoted, run):
     """Find a loss scale at which the batch is sound, within a factor of four of the largest power of two that fits
 
@@ -25,7 +21,7 @@ def _scale_that_fits(case, promoted, run):
     scale of the training, which the fault may have lowered."""
     good = math.log2(case.lowest)
     highest = max(case.scale, case.start or 0) if promoted else case.scale
-    grad = max(case.ranks.gather(_largest_grad(run)))
+    grad = max(case.ranks.gather(max((s.grad.top for s in run.fired if s.half), default=0.))) # in half precision
     fits = good+math.log2(torch.finfo(case.dtype).max/grad) if grad else math.inf
     if fits<math.log2(highest): highest = 2.**math.floor(fits-1) # the next batch may have larger ones
     if highest<=case.lowest: return case.lowest
@@ -55,9 +51,9 @@ def ddmin(
     """Leave out what is not needed: the last half of the kinds, or of the names of a kind, or else the first one
 
     If neither half of what is alike can be left out, all of it is needed."""
-    kept = [o for names in kinds for o in names]
+    kept = concat(*kinds)
     def is_unneeded(parts):
-        out = {o for names in parts for o in names}
+        out = concat(*parts)
         rest = [o for o in kept if o not in out]
         if not out or not is_sound(rest): return False
         kept[:] = rest
@@ -111,8 +107,8 @@ class _Search:
 
     def joined(self, names):
         "Return the `names` that any rank has, in the order of the ranks: with the same names, all ranks decide alike"
-        by_rank = self.case.ranks.gather([*dict.fromkeys(names)])
-        return dict.fromkeys(o for os in by_rank for o in os)
+        by_rank = self.case.ranks.gather(uniqueify(names))
+        return uniqueify(concat(*by_rank))
 
     def ladder(self, name):
         "Iterate over what to try in fp32 for a fault in the module `name`, the least first, as in `keep_fp32`"
@@ -243,8 +239,7 @@ def _joined(case, promoted):
         if has_code(m): children.add(f'{name}.')
         elif len(children)==1: continue
         if not children<=set(promoted): continue
-        inside = [p for p in promoted if p.startswith(f'{name}.')]
-        promoted = [*(p for p in promoted if p not in inside), name]
+        promoted = [*(p for p in promoted if not p.startswith(f'{name}.')), name]
     order = [*modules]
     return sorted(promoted, key=lambda p: order.index(p.rstrip('.')))
 

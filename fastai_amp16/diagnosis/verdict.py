@@ -147,10 +147,8 @@ def _goes_in(frame):
 
 def _first_bad(run):
     "The phase and the call in which the run is not finite first; the call is `None` if none can be named"
-    def takes_bad_in(f): return any(o.is_bad() for o in f.ins)
-    given = [(f,s) for f,where,s in run.events if where=='out']
-    bad = [(f,s.value.top) for f,s in given if s.is_bad()]
-    made = [(f,top) for f,top in bad if not takes_bad_in(f)]
+    bad = [(f,s.value.top) for f,where,s in run.events if where=='out' and s.is_bad()]
+    made = [(f,top) for f,top in bad if not any(o.is_bad() for o in f.ins)]
     large = [(f,top) for f,top in made if top>_exploded] # a mask of 0 and -inf is harmless, mostly
     if made: return 'forward',first(large or made)[0]
     return first(faults(run)) or ('backward',None)
@@ -187,7 +185,7 @@ def _how_far_off(case, plain):
     "What is wrong, and by how much: what goes to the next batch (its names), predictions or gradients"
     changes = case.changed
     eps = torch.finfo(case.dtype).eps
-    if changes: return [*changes],eps*max(changes.values())
+    if changes: return tuple(changes),eps*max(changes.values())
     if has_become_infinite(plain.pred, case.fp32.pred): return 'infinities',math.inf
     far = case.far(plain)
     if far.off<=nothing.off and far.rise>nothing.rise: return 'loss',far.rise
@@ -199,10 +197,6 @@ def _computes_in_half(run, frame):
     calls = [o for o in run.frames if frame in (o,o.parent)]
     return any(s.half for o in calls for s in (*o.ins,*o.outs,*o.params))
 
-def _is_inside(f, o):
-    "Return whether the call belongs to what `o` keeps in fp32"
-    return o==f'{f.name}.' or covers([o], f.name)
-
 def _call_at_fault(case, remedy):
     "Return the first call `Found` in what stays in fp32, or in the loss function, and the name that holds it"
     if remedy is None:
@@ -211,7 +205,8 @@ def _call_at_fault(case, remedy):
     for found in remedy.found:
         if found.frame is None: continue
         if found.frame.in_loss: return found,first(remedy.needed)
-        name = first(o for o in remedy.needed if _is_inside(found.frame, o))
+        inside = found.frame.name
+        name = first(o for o in remedy.needed if o==f'{inside}.' or covers([o], inside))
         if name: return found,name
     # no call can be named, or not on this rank
     return first(o._replace(frame=None) for o in remedy.found),None
@@ -249,10 +244,6 @@ _remains = 1/16 # what is at fault leaves no more if it stays in fp32; in chaos,
 _share = 0.3 # of the layers: a fault is in a smaller part
 _later = 0.05 # as far off predictions may become by what goes from batch to batch: they are not rounded themselves
 
-def _is_learned_from(run):
-    "Return whether a module with weights that are trained takes in what is wrong"
-    return any(s.off>nothing.off for f in run.module_calls if f.params for s in f.ins)
-
 def _misses_bits(half, far, vanish):
     "Return whether calls lose many bits at once that are learned from, or would be if gradients did not `vanish`"
     calls = [f for phase,f in faults(half, far=True) if phase!='backward']
@@ -260,7 +251,8 @@ def _misses_bits(half, far, vanish):
     if calls[-1].is_infinite: return True
     if vanish: return True
     matters = far.bend or 10*far.chance # a linear loss does not bend
-    return matters>nothing.rise or _is_learned_from(half)
+    learned_from = [s for f in half.module_calls if f.params for s in f.ins] # by weights that are trained
+    return matters>nothing.rise or any(s.off>nothing.off for s in learned_from)
 
 def _evidence(case, plain, far):
     """Why it matters that half precision is off: for what the loss makes of it ('harm'), or for what is learned, since
@@ -295,9 +287,8 @@ def _is_silently_wrong(case, plain):
     if not case.evidence: return False
     again = case.run_fp32(modules=False)
     if some(case.is_wrong(again)): return False # which proves nothing
-    def largest(ns):
-        return max(filter(math.isfinite, ns), default=0.)
-    case.limits = Far(*map(largest, far)).times(_remains)
+    largest = [max(filter(math.isfinite, ns), default=0.) for ns in far]
+    case.limits = Far(*largest).times(_remains)
     return True
 
 def _n_layers(modules):

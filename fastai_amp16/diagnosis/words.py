@@ -37,10 +37,7 @@ def _healthy(case, v):
 
 def _bad_weights(case, v):
     when = f'after a step at a learning rate of {case.lr:.3g}' if case.lr else 'to begin with'
-    def bad(name):
-        n_bad,n = v.counts[name]
-        return f'{name} ({n_bad} of {n} numbers)'
-    names = list(map(bad, v.counts))
+    names = [f'{name} ({n_bad} of {n} numbers)' for name,(n_bad,n) in v.counts.items()]
     return PrecisionReport('weights',
         f"Weights or buffers are not finite {when}: {listed(names)}.",
         "load an earlier checkpoint, or reset them if they are running statistics; no precision can repair them",
@@ -60,8 +57,7 @@ def _bad_data(case, v):
 
 def _divergence(case, v):
     report = partial(PrecisionReport, 'divergence', producer=_producer(v.frame))
-    diverges = ''
-    if case.lr: diverges = f": training diverges at a learning rate of {case.lr:.3g}, in any precision"
+    diverges = f": training diverges at a learning rate of {case.lr:.3g}, in any precision" if case.lr else ''
     slower = ("use a lower learning rate, warmup, GradientNormClip, or normalization; "
               "the weights are those of the last good step")
     if v.in_loss_grad:
@@ -186,15 +182,18 @@ def _cause(case, v):
     rest = f"; the batch also needs {in_words(others)} in fp32" if others else ''
     return f"{_of_call(case, v)}{rest}."
 
+_shows = { # by what is wrong
+    'loss': "The loss is {:.0%} higher than fp32's.",
+    'predictions': "Predictions differ from fp32's by {:.0%}.",
+    'gradients': "Gradients are {:.3g} times as large as fp32's."}
+
 def _effect(case, v):
     "How a fault shows that leaves the loss finite"
     if v.spoilt: return f"The loss is finite, but not what goes to the next batch: {listed(v.spoilt)}."
     if not v.off: return ''
     what,by = v.off
     if what=='infinities': return "Predictions are infinite or NaN where fp32's are finite."
-    if what=='predictions': shows = f"Predictions differ from fp32's by {by:.0%}."
-    elif what=='loss': shows = f"The loss is {by:.0%} higher than fp32's."
-    elif what=='gradients': shows = f"Gradients are {by:.3g} times as large as fp32's."
+    if what in _shows: shows = _shows[what].format(by)
     else: shows = f"The change of {in_words(what)}, which goes to the next batch, is {by:.0%} off fp32's."
     if not v.is_infinite: return shows
     return f"The code after it turns them into finite numbers, so nothing else shows the fault. {shows}"
