@@ -60,8 +60,7 @@ Learner.export = _export # fastai's own name, which `patch_to` would list as one
 def _state(mp):
     "What a checkpoint holds of mixed precision"
     random = mp.resumed or {**learner_random_states(mp.learn), 'ranks':list(mp.rank_states[1:])}
-    healing = {'promoted':mp.promoted}
-    return {'scaler':mp.scaler.state_dict(), 'healing':healing, 'random':random}
+    return {'scaler':mp.scaler.state_dict(), 'healing':{'promoted':mp.promoted}, 'random':random}
 
 def _take_scaler(mp, state):
     if state!={}: mp.scaler.load_state_dict(state) # that of a training without a loss scale is empty
@@ -91,7 +90,7 @@ _take = { # for each part: what takes it over, or raises `ValueError` without an
 class _OptAndMore(GetAttr):
     "The optimizer and the state of mixed precision: what `learn.opt` is to those who save or load a checkpoint"
     _default = 'opt'
-    def __init__(self, opt, learn): self.opt,self.learn = opt,learn
+    def __init__(self, opt, learn): store_attr()
     def state_dict(self):
         mp = running(self.learn)
         return {**self.opt.state_dict(), **(_state(mp) if mp else {})}

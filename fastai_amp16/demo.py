@@ -176,21 +176,20 @@ def picture(
     return fig
 
 # %% ../nbs/05_demo.ipynb #0f28fb95
-_columns = { # their formats
-    'data':'<11', 'precision':'<20', 'accuracy':'>8.2%', 'epochs':'>7',
-    'skipped':'>8', 'reruns':'>7', 'loss scale':'>11.5g', 'seconds':'>8.1f'}
+_header = 'data       precision           accuracy epochs skipped reruns loss scale seconds'
+_row = ('{data:<11}{precision:<20}{accuracy:>8.2%}{epochs:>7}'
+        '{skipped:>8}{reruns:>7}{loss scale:>11.5g}{seconds:>8.1f}')
 
 def _compare(**kwargs):
     "Run all `trainings`, and print a row for each as soon as it ends: the learners and seconds by data and precision"
-    widths = {k: re.match(r'[<>]\d+', o)[0] for k,o in _columns.items()}
-    print(''.join(format(k, o) for k,o in widths.items()))
+    print(_header)
     groups,seconds = defaultdict(dict),{}
     for data,ways in trainings.items():
         for precision in ways:
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore', UserWarning) # the table and the findings say it
                 learn,row = train(data, precision, **kwargs)
-            print(''.join(format(v, _columns[k]) for k,v in row.items()), flush=True)
+            print(_row.format(**row), flush=True)
             groups[data][precision],seconds[data,precision] = learn,row['seconds']
     return groups,seconds
 

@@ -108,8 +108,7 @@ _largest = torch.finfo(torch.float32).max
 
 def _top(seen, half, limit):
     "The largest number of a tensor in half precision; 0 if it is in fp32, or a mask of the largest number there is"
-    is_half = half is not None and half.half
-    if seen.value is None or not is_half: return 0.
+    if not (seen.value and half and half.half): return 0.
     top = seen.value.top if half.is_bad() else half.value.top
     return 0. if top in (limit,_largest) else top
 
@@ -127,8 +126,7 @@ def _tops(case, limit):
 
 def _keeps_own_code(case, names):
     "The call that keeps the own code of modules in fp32, without the modules inside"
-    def has_children(name): return any(case.model.get_submodule(name).children())
-    own = [f'{n}.' if has_children(n) else n for n in names]
+    own = [f'{n}.' if any(case.model.get_submodule(n).children()) else n for n in names]
     return keep_code(names_of(case.model, [*case.keep, *own]), case.dtype)
 
 def _near(case):
@@ -148,12 +146,11 @@ def _near(case):
 
 # %% ../nbs/04_doctor.ipynb #77e61165
 def _has_bf16_digits(w): return not (w.contiguous().view(torch.int32) & 0xffff).any()
-def _is_trained(w): return len(w.flatten()[:1000].unique())>16 # not all ones
 
 def _bf16_weights(case, device):
     if case.dtype!=torch.float16: return
     ws = [p.detach() for p in case.model.parameters() if p.dim()>1 and p.dtype==torch.float32]
-    ws = [w for w in ws if _is_trained(w)]
+    ws = [w for w in ws if len(w.flatten()[:1000].unique())>16] # not all ones
     total = sum(w.numel() for w in ws)
     short = sum(w.numel() for w in ws if _has_bf16_digits(w))
     if short<=total/2: return # a new head is trained on a pretrained body
@@ -261,11 +258,6 @@ def _device(d, dtype):
         yield Finding('speed', None, f"{d.name} only emulates bf16, which is slow.", 'learn.to_fp16_dynamic()')
 
 # %% ../nbs/04_doctor.ipynb #a33ecb2c
-def _sizes_of(m):
-    "How many channels or features a layer takes in and gives"
-    if isinstance(m, nn.Linear): return m.in_features,m.out_features
-    return m.in_channels,m.out_channels
-
 def _in_half(case):
     "The linear layers and convolutions that ran in half precision, by name, in the order in which they ran"
     ran = {f.name: f.module for f in case.fp32.module_calls if isinstance(f.module, (nn.Linear,*convs))}
@@ -277,7 +269,7 @@ def _slow_sizes(layers):
     res = defaultdict(list)
     for name,m in layers.items():
         if m.weight.numel()<least: continue
-        n_in,n_out = _sizes_of(m)
+        n_in,n_out = (m.in_features,m.out_features) if isinstance(m, nn.Linear) else (m.in_channels,m.out_channels)
         if name!=first(layers) and n_in%8: res[name].append(n_in)
         if name!=last(layers) and n_out%8: res[name].append(n_out)
     return res

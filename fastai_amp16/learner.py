@@ -252,8 +252,8 @@ def _fit(learn, f):
 def _batch(learn, f):
     "Run `f`, which processes one batch, as often as necessary"
     mp,entry = running(learn),vars(learn).get('_entry')
-    if mp is None:
-        if entry is not None: entry.leave() # a callback removed mixed precision during the fit
+    if not mp:
+        if entry: entry.leave() # a callback removed mixed precision during the fit
         return f()
     if entry is None: return _while_patched(learn, partial(_batch, learn, f)) # `learn.one_batch` outside a fit
     if learn.training or _can_compute_half(mp): mp.around_batch(entry, f)
@@ -264,7 +264,7 @@ def _backward(learn, f):
     "Run `f`, the backward pass; what callbacks of any order compute after it is theirs"
     f()
     mp = running(learn)
-    if mp is None or mp.step is None: return
+    if not (mp and mp.step): return
     mp.after_backward()
     if mp.step.loss is None: mp.step.begin_backward(learn.loss_grad) # it ran by `torch.autograd.backward`
 
@@ -284,8 +284,8 @@ _within_autocast = 'after_pred','after_loss' # events at which fastai's autocast
 def __call__(self, event_name):
     "As fastai's own, for callbacks that act; these may use what a hook has kept of the forward pass, as with fastai's"
     acting = vars(self).get('_acting')
-    call = partial(_fastais_call, self, event_name) if acting is None else acting.at(event_name)
-    if call is None: return
+    call = acting.at(event_name) if acting else partial(_fastais_call, self, event_name)
+    if not call: return
     mp = running(self) if event_name in _within_autocast else None
     with MixesDtypes(mp.plan.device_type) if mp and mp.plan else nullcontext(): call()
 

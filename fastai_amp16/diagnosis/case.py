@@ -164,7 +164,7 @@ def _run(case, rec, loss_func, plan, compares):
         rec.drew = getattr(seen, 'drew', False)
         _note_results(case, rec)
 
-def _that_raised(case, rec):
+def _that_raised(rec):
     "The call that raised; in a plain container it is the child that ran last, which a hook after it cannot take"
     def is_container(f):
         if f.op or f.module is None: return False
@@ -193,7 +193,7 @@ def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
     try: _run(case, rec, loss_func, plan, compares)
     finally:
         rec.end()
-        rec.open = _that_raised(case, rec)
+        rec.open = _that_raised(rec)
         case.learn.loss_func = loss_func
         vars(step).update(before)
         entry.plan,entry.around_next = at_before
@@ -203,7 +203,7 @@ def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
 
 def has_code(m:nn.Module): # Any module
     "Return whether `m` has code of its own, which plain containers do not have"
-    if own_forward(m) is not None: return True
+    if own_forward(m): return True
     return type(m).forward not in (nn.Sequential.forward, nn.Module.forward)
 
 _n_again = 4 # a moving average that was wrong before the batch is nearly as it should be then
@@ -234,7 +234,7 @@ class Case:
         self.keep,self.ranks = as_list(self.keep_fp32),self.step.ranks
         self.batches = self.step.batches
         self.model,self.learn = self.batches.model,self.batches.learn
-        if self.f is None: self.f = self.batches.do_one_batch
+        self.f = self.f or self.batches.do_one_batch
         self.loader = getattr(self.learn, 'dl', None) # of the batch; `None` if you gave it
 
     @property

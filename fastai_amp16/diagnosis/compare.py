@@ -10,10 +10,10 @@ import math,operator
 from typing import NamedTuple
 from fastai.basics import *
 from ..precision.comparable import comparable,eager
-from ..util.nested import all_tensors,replace,tensors
+from ..util.nested import replace,tensors
 from ..precision.plan import PrecisionPlan
 from ..util.torch_private import compiled,is_out_of_memory
-from .deviation import deviation,distances,few_are_off,loss_change,pairs,relative
+from .deviation import deviation,distances,few_are_off,loss_change,n_samples,pairs,relative
 from .measure import sampled
 from ..train.snapshot import AllNoted,ModelState,unchanged
 from ..train.step import Step
@@ -57,11 +57,6 @@ def _beyond_chance(change):
     bent = min(change.rise-2*change.chance, change.bend)
     straight = change.rise-4*change.chance
     return max(bent, straight)
-
-def _is_one_sample(pred):
-    "Return whether these are of one sample, so that nothing differs from sample to sample"
-    ts = tensors(pred)
-    return bool(ts) and all(t.dim()>0 and len(t)==1 for t in ts)
 
 def _over_spread(norms, preds):
     "Return `norms` of one sample, with how the predictions of several samples differ to compare them with"
@@ -157,12 +152,9 @@ def _mixes_samples(m):
     "Return whether `m` computes statistics over the batch"
     return isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training
 
-def _n_samples(t): return len(t) if t.dim() else 0
-
 def _part_of_batch(learn):
     "Return how many samples a batch has, if all its tensors have as many, and how many of them to compare"
-    sizes = {*map(_n_samples, all_tensors((learn.xb,learn.yb)))}
-    n = sizes.pop() if len(sizes)==1 else 0
+    n = n_samples((learn.xb,learn.yb))
     n_weights = sum(p.numel() for p in learn.model.parameters())
     takes_part = n>=2*_samples and not any(map(_mixes_samples, learn.model.modules()))
     return n,_samples if takes_part and n*n_weights>=_long else n
@@ -185,7 +177,7 @@ class _ReferenceRuns:
 
     def part(self, t):
         "The samples of a tensor that are compared"
-        return t[:self.n_compared] if _n_samples(t)==self.n else t
+        return t[:self.n_compared] if n_samples(t)==self.n else t
 
     @property
     def differs(self):
@@ -213,8 +205,7 @@ class _ReferenceRuns:
         "The result of the call in fp32, with a part of the batch if the model takes one"
         res = self.attempt(None)
         if self.n_compared==self.n: return res
-        sizes = {*map(_n_samples, tensors(res and res.pred))}
-        if sizes=={self.n_compared}: return res
+        if n_samples(tensors(res and res.pred))==self.n_compared: return res
         self.n_compared = self.n
         return self.attempt(None)
 
@@ -247,8 +238,7 @@ class Comparison:
 
     def begin_fit(self):
         "Compare the first step"
-        self.n = 1 # the present step
-        self.at = _first # the next step to compare
+        self.n_left = _first-1 # steps until the next one to compare
         self.gap = 4*_first # between that one and the one after it
         self.is_due = True # in the next step?
         self.weights = None # at the last comparison
@@ -258,11 +248,11 @@ class Comparison:
         """Decide at the end of a step whether to compare in the next one
 
         After the loss scale fell below 1, gradients may be finite only because wrong numbers were scaled to 0."""
-        self.n += 1
+        self.n_left -= 1
         fell_below_1 = step.reruns>0 and step.scale<1
-        self.is_due |= self.n==self.at or fell_below_1
-        if self.n<self.at: return
-        self.at += self.gap
+        self.is_due |= self.n_left==0 or fell_below_1
+        if self.n_left: return
+        self.n_left = self.gap
         self.gap = min(2*self.gap, _most)
 
     def look_again(self):
@@ -275,12 +265,15 @@ class Comparison:
         self.n_vain += 1
         self.n_waits = 2**self.n_vain
 
-    def _is_doubtful(self, far, half, fp32):
-        """Return whether a diagnosis should look for a fault; note how far off the predictions are
+    def _is_doubtful(self, runs, half, fp32):
+        """Return whether a diagnosis should look for a fault; note what the predictions show
 
         Not of a few samples, unless there were some in the last comparison, too: rounding decides on others each time.
         Not again, unless it has become worse or is long ago."""
-        self.seen = far
+        is_validation = not runs.learn.training
+        if is_validation and _same_infinities(half.pred, fp32.pred): runs.state.infinity_is_fault = False
+        self._note_item(fp32.pred if is_validation else None)
+        self.seen = far = runs.far(half, fp32, self.others)
         were_few,self.of_few = self.of_few,False
         if not far.exceeds(nothing): return False
         self.of_few = far.is_of_few(half.pred, fp32.pred)
@@ -288,19 +281,12 @@ class Comparison:
         self.n_waits -= 1
         return self.n_waits<0 or far.exceeds(self.in_vain)
 
-    def _looks(self, step, runs, half, fp32):
-        "Return whether a diagnosis should look for a fault; note what the predictions show"
-        is_validation = not runs.learn.training
-        if is_validation and _same_infinities(half.pred, fp32.pred): runs.state.infinity_is_fault = False
-        self._note_item(fp32.pred if is_validation else None)
-        return self._is_doubtful(runs.far(half, fp32, self.others), half, fp32)
-
     def _note_item(self, pred):
         "Note the prediction for one sample"
         def shapes(o):
             return [t.shape for t in tensors(o)]
         if shapes(pred)!=shapes(first(self.items)): self.items = []
-        if _is_one_sample(pred): self.items.append(pred)
+        if n_samples(tensors(pred))==1: self.items.append(pred) # so nothing differs from sample to sample
 
     @property
     def others(self) -> list:
@@ -334,8 +320,8 @@ class Comparison:
         if batches.learn.training: self.is_due = False
         runs = _if_memory_allows(lambda: _ReferenceRuns(batches, call_by, plan.dtype))
         fp32 = runs and runs.in_fp32()
-        if fp32 is not None: batches.restore_too(runs.written)
-        mine = fp32 is not None,bool(runs and runs.differs)
+        if fp32: batches.restore_too(runs.written)
+        mine = bool(fp32),bool(runs and runs.differs)
         ran,differ = zip(*step.ranks.gather(mine))
         if not all(ran): return call()
         half = None # where the batch's own call differs, half precision runs once more
@@ -343,5 +329,5 @@ class Comparison:
         res = call() # which raises what an attempt has raised, unless memory was too small for the comparison
         if not any(differ): half = _if_memory_allows(lambda: runs.result(res))
         if half is None: return res
-        step.silent = bool(_if_memory_allows(lambda: self._looks(step, runs, half, fp32)))
+        step.silent = bool(_if_memory_allows(lambda: self._is_doubtful(runs, half, fp32)))
         return res

@@ -195,18 +195,21 @@ def heal(
     named = [r for r in d.reports if r.verdict!='scale'] # a lower scale is part of the history
     mp.reports += named
     heals = d.verdict is Verdict.healed and mp.on_spiral=='heal'
-    helped = heals or d.verdict is Verdict.scale
-    if helped or not d.silent: mp.log.add_diagnosis(helped) # a step that is only wrong is taken anyway
+    _count(mp, d, heals)
     if heals: _promote(mp, d)
     if d.verdict is Verdict.fine and d.silent: mp.comparison.found_nothing()
-    elif d.verdict is Verdict.fine and what is not None: # fp32 has this infinity, too
+    elif d.verdict is Verdict.fine and what: # fp32 has this infinity, too
         step.batches.model_state.infinity_is_fault = False
     _warn(mp, d, named, what)
     step.silent,step.error = False,None
-    if what is None:
+    if not what:
         try: raise d.error
         finally: del d # or this frame and the exception would keep each other alive
     return what,d.scale or mp.scaler.get_scale()
+
+def _count(mp, d, heals):
+    helped = heals or d.verdict is Verdict.scale
+    if helped or not d.silent: mp.log.add_diagnosis(helped) # a step that is only wrong is taken anyway
 
 def _promote(mp, d):
     "Keep in fp32 from now on what the diagnosis `d` says"

@@ -91,19 +91,20 @@ def check_keywords(
 
 def check_arguments(
     who:str, # Name of the class that takes the arguments
-    **kwargs # All arguments of `DynamicMixedPrecision` but those of its scaler
+    *, amp_mode, # All arguments of `DynamicMixedPrecision` but those of its scaler
+    on_spiral, # Likewise
+    patience, # Likewise
+    rerun, # Likewise
+    keep_fp32 # Likewise
 ):
     "Raise `ValueError` for an invalid argument of `DynamicMixedPrecision`"
-    def check(name, is_valid, allowed):
-        value = kwargs[name]
-        require(is_valid(value), who, name, value, allowed)
     modes = [o.value for o in AMPMode]
-    check('amp_mode', lambda o: o in (*modes,*AMPMode), ' or '.join(map(repr, modes)))
-    check('on_spiral', lambda o: o in ('heal','warn','raise'), "'heal', 'warn' or 'raise'")
-    check('patience', lambda o: isinstance(o, int) and o>0, 'a whole number above 0')
-    check('rerun', lambda o: isinstance(o, bool), 'True or False')
-    def names(keep_fp32): return [o for o in as_list(keep_fp32) if isinstance(o, str)] # an array has no truth value
-    check('keep_fp32', lambda o: '' not in names(o), 'less than the whole model, which learn.to_fp32() keeps in fp32')
+    require(amp_mode in (*modes,*AMPMode), who, 'amp_mode', amp_mode, ' or '.join(map(repr, modes)))
+    require(on_spiral in ('heal','warn','raise'), who, 'on_spiral', on_spiral, "'heal', 'warn' or 'raise'")
+    require(isinstance(patience, int) and patience>0, who, 'patience', patience, 'a whole number above 0')
+    require(isinstance(rerun, bool), who, 'rerun', rerun, 'True or False')
+    names = [o for o in as_list(keep_fp32) if isinstance(o, str)] # an array has no truth value
+    require('' not in names, who, 'keep_fp32', keep_fp32, 'less than the whole model, which learn.to_fp32() keeps in fp32')
 
 # %% ../../nbs/diagnosis/10_messages.ipynb #62188942
 def refuse_second_precision(

@@ -209,17 +209,19 @@ class Recording(TorchFunctionMode):
         "Read all measures in one transfer from the device; set `finite` to whether `results` and gradients are finite"
         self.pred = replace(self.pred, Tensor.detach) # or a graph that no backward pass has freed would stay
         self.states = sampled(carried) # what modules carry to the next batch
-        seen = [(s,k) for s in {*self.seen.values()} for k in ('value','grad')]
-        noted = [(s,k) for s,k in seen if getattr(s, k) is not None]
+        seen = {*self.seen.values()}
+        noted = [(s,k) for s in seen for k in ('value','grad') if getattr(s, k) is not None]
         seen = [getattr(s, k) for s,k in noted]
         others = tensors([results, self.total]),[t for _,t in carried],tensors(self.pred)
         others = [list(map(measure, ts)) for ts in others]
         seen,ends,stays,preds = read(seen, *others)
         for (s,k),m in zip(noted, seen): setattr(s, k, m)
         for (name,_),m in zip(carried, stays): self.carried[name] += m.nonfinite
-        if any(m.nonfinite for m in preds): self.infinite = True
-        if any(m.nonfinite for m in ends): self.finite = False
-        if self.error is not None: self.finite = False
+        self._judge(ends, preds)
+
+    def _judge(self, ends, preds):
+        self.infinite = any(m.nonfinite for m in preds)
+        if self.error is not None or any(m.nonfinite for m in ends): self.finite = False
         self.norm = 0. if self.total is None else ends[-1].top # of the gradients
 
     @property

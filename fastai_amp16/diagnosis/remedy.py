@@ -95,9 +95,8 @@ class _Search:
         self.found = [] # `Found` on this rank, in the order of time
         self.known = {} # whether sets of names are sound
         calls = case.fp32.module_calls
-        pairs = [(f.parent.name,f.name) for f in calls if f.parent]
         self.names = self.joined(f.name for f in calls)
-        self.callers = self.joined(caller for caller,name in pairs if caller!=name)
+        self.callers = self.joined(f.parent.name for f in calls if f.parent and f.parent.name!=f.name)
         kept = *self.names,*(f'{n}.' for n in self.names)
         self.alike = groupby(kept, partial(likeness, case))
         # the other passes: a comparison, the attempt that failed, the runs of `case` and the proof of the scale; a

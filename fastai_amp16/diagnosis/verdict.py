@@ -173,10 +173,6 @@ def blame(
         if case.ranks.any(found): return found or Healthy(elsewhere=True)
 
 # %% ../../nbs/diagnosis/07_verdict.ipynb #3af3b0c4
-def _same_call(run, frame):
-    "The same call in another run; if it was not made there, one without tensors"
-    return first(o for o in run.frames if o.call==frame.call) or Frame(frame.call)
-
 def _norm(case, plain):
     "The norm of the gradients, at a loss scale that fits; NaN if that is not known"
     return plain.norm if plain.finite else case.step.suspect_norm or math.nan
@@ -222,7 +218,8 @@ def _name_call(res, found):
     is_certain = found.phase=='backward' or res.is_infinite or found.half.open
     if not is_certain and not _computes_in_half(found.half, frame): return
     res.frame = frame
-    res.in_fp32 = _same_call(found.half.reference, frame)
+    in_fp32 = first(o for o in found.half.reference.frames if o.call==frame.call)
+    res.in_fp32 = in_fp32 or Frame(frame.call) # without tensors, if it was not made there
 
 def _fault(case, remedy):
     "Return the `Fault` that `remedy` is for"

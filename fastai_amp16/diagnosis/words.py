@@ -141,12 +141,12 @@ def _raised_here(v):
     if call is None: return False
     return call.call==v.frame.call if v.frame.op else call.name==v.frame.name
 
-_is_of_index = re.compile('index.*out of (bounds|range)').search
-_is_of_dtypes = re.compile('type.*(same|match|but (found|got|expected))|(same|match).*type').search
+_of_index = 'index.*out of (bounds|range)'
+_of_dtypes = 'type.*(same|match|but (found|got|expected))|(same|match).*type'
 
 def _raises(case, run, what):
     says = f"{run.hook or what} raises in {case.kind}: {error_in_words(run.error)}"
-    if _is_of_index(str(run.error)): says += f", since an index comes from a number that {case.kind} rounds"
+    if re.search(_of_index, str(run.error)): says += f", since an index comes from a number that {case.kind} rounds"
     return says
 
 def _of_call(case, v):
@@ -187,7 +187,7 @@ _shows = { # by what is wrong
     'predictions': "Predictions differ from fp32's by {:.0%}.",
     'gradients': "Gradients are {:.3g} times as large as fp32's."}
 
-def _effect(case, v):
+def _effect(v):
     "How a fault shows that leaves the loss finite"
     if v.spoilt: return f"The loss is finite, but not what goes to the next batch: {listed(v.spoilt)}."
     if not v.off: return ''
@@ -211,14 +211,14 @@ def _matter(case, v):
     if _raised_here(v):
         says = str(v.half.error)
         if 'overflow' in says: return '' # a constant is too large
-        return 'dtypes' if _is_of_dtypes(says) else 'raises'
+        return 'dtypes' if re.search(_of_dtypes, says) else 'raises'
     info = torch.finfo(case.dtype)
     given,taken = _given_and_taken(v)
     is_in_range = max(given, taken)<=info.max and given>=info.tiny
     return 'coarse' if is_in_range and not v.is_infinite else ''
 
 def _fault(case, v):
-    sentence = f"{_cause(case, v)} {_effect(case, v)}".strip()
+    sentence = f"{_cause(case, v)} {_effect(v)}".strip()
     sentence = re.sub('^the ', 'The ', sentence) # and no name of a module
     kept = v.needed[0].rstrip('.') if v.needed else ''
     report = PrecisionReport(v.phase, sentence, _remedy(case, v), kept)

@@ -45,7 +45,7 @@ class GradientNormClip(Callback):
         self._knows = before if hasattr(type(before), 'step_norm') and self.norm_type==2 else None
 
     def before_step(self):
-        norm = None if self._knows is None else self._knows.step_norm
+        norm = getattr(self._knows, 'step_norm', None)
         if norm is None or norm>self.max_norm:
             params = grad_params(self.opt)
             if norm is not None: scale_grads([p.grad for p in params], self._factor(norm))
@@ -60,11 +60,11 @@ class GradientNormClip(Callback):
         one,norm,max_norm,eps = [np.float32(o) for o in (1,norm,self.max_norm,1e-6)]
         return float(one/(norm+eps)*max_norm)
 
-    def after_train(self): self._fetch()
     def _fetch(self):
         start,end = self._n_read,len(self._norms) # another thread may add to them
         self._norms[start:end] = read_all(self._norms[start:end])
         self._n_read = end
+    after_train = _fetch
 
     @property
     def norms(self) -> list:

@@ -52,8 +52,7 @@ class FusedAdam(Optimizer):
         "The state of `p`, with the count of this step"
         state = self.state[p]
         if 'step' not in state:
-            averages = {k: torch.zeros_like(p) for k in ('grad_avg','sqr_avg')}
-            state.update(step=0, **averages)
+            state.update(step=0, grad_avg=torch.zeros_like(p), sqr_avg=torch.zeros_like(p))
         state['step'] += 1
         return state
 
