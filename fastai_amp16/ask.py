@@ -70,9 +70,8 @@ def _begin(learn, dl, left_out):
 
 def _take_batch(learn, b, dl, device):
     "Let `learn` have the batch `b`, prepared as in a fit; by default its current one, or the first of `dl`"
-    is_amid = learn._fitting and hasattr(learn, 'xb')
     if b is None:
-        if is_amid: return
+        if learn._fitting and hasattr(learn, 'xb'): return
         b = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
     learn._split(to_device(b, device))
     learn.training = learn.model.train().training
@@ -91,8 +90,7 @@ def _on(model, device):
 @contextmanager
 def _alone(learn):
     "A context in which a `DynamicMixedPrecision` is the only callback for mixed precision, at the start of a step"
-    others = vars(learn).get('mixed_precision') # perhaps fastai's, or another library's
-    mode = getattr(others, 'amp_mode', None)
+    mode = getattr(vars(learn).get('mixed_precision'), 'amp_mode', None) # perhaps fastai's, or another library's
     is_bf16 = mode in ('bf16',AMPMode.BF16)
     mp = running(learn) or DynamicMixedPrecision('bf16' if is_bf16 else 'fp16')
     learn.remove_cbs(mixed_precisions(learn)).add_cb(mp)
@@ -137,6 +135,6 @@ def diagnose_fp16(self:Learner,
     Changes nothing. In a fit with several processes, all of them must call it, and each gets the report on its own
     batch. Raises what the batch raises in fp32, `ValueError` for a model without parameters or with half-precision
     ones, and `RuntimeError` with several processes between a forward pass and its backward pass."""
-    nothing = "Nothing was measured, since this batch runs for another report."
-    if looking(self): return PrecisionReport('healthy', nothing)
+    if looking(self):
+        return PrecisionReport('healthy', "Nothing was measured, since this batch runs for another report.")
     with training_case(self, b) as case: return diagnose(case, all_buffers=True)

@@ -30,8 +30,7 @@ def fastais_own(
 _fastais_getstate,_fastais_export = [fastais_own(Learner, o) for o in ('__getstate__','export')]
 
 def _of_this_package(o):
-    packages = {c.__module__.split('.')[0] for c in type(o).__mro__}
-    return 'fastai_amp16' in packages
+    return 'fastai_amp16' in {c.__module__.split('.')[0] for c in type(o).__mro__}
 
 def _for_export(state):
     "The attributes of a learner without what is of this package: callbacks, metrics, the scaler"
@@ -159,7 +158,6 @@ def save_more(
     "Replace the methods of `cls` and its base classes that save or load"
     for c in cls.__mro__:
         for name in {'save','load'} & vars(c).keys():
-            f = _with_more(fastais_own(c, name), loads=name=='load')
-            setattr(c, name, f)
+            setattr(c, name, _with_more(fastais_own(c, name), loads=name=='load'))
 
 save_more(Learner)

@@ -96,8 +96,7 @@ class _FastaisFP16(MixedPrecision):
 
 def _is_hopeless(learn):
     "Were all steps skipped so far?"
-    mp = getattr(learn, 'mixed_precision', None)
-    return mp is not None and mp.history.skipped.all()
+    return hasattr(learn, 'mixed_precision') and learn.mixed_precision.history.skipped.all()
 
 class _EndIfHopeless(Callback):
     "Ends the fit after an epoch that skipped all steps"
@@ -137,12 +136,10 @@ def train(
 def _results(learn):
     accuracy = learn.recorder.values[-1][-1]
     res = {'accuracy': accuracy, 'epochs': learn.epoch+1, 'skipped': 0, 'reruns': 0, 'loss scale': 1.}
-    mp = getattr(learn, 'mixed_precision', None)
-    if mp is None: return res
-    df = mp.history
-    res.update({'skipped': int(df.skipped.sum()), 'reruns': int(df.reruns.sum())})
-    res['loss scale'] = float(df.loss_scale.iloc[-1])
-    return res
+    if not hasattr(learn, 'mixed_precision'): return res
+    df = learn.mixed_precision.history
+    scale = float(df.loss_scale.iloc[-1])
+    return {**res, 'skipped': int(df.skipped.sum()), 'reruns': int(df.reruns.sum()), 'loss scale': scale}
 
 def _draw(learn, axes, name, lw):
     "Draw the curves of one training"

@@ -89,8 +89,7 @@ class Checkup(list):
         rows = [(o.severity, o.where, o.module, o.fact, o.remedy) for o in self]
         df = pd.DataFrame(rows, columns=['how bad','where','module','what','what to do'])
         table = self.report.table if self.report else pd.DataFrame()
-        room = table.reindex(columns=['module','bits','lost'])
-        df = df.merge(room, 'left', 'module')
+        df = df.merge(table.reindex(columns=['module','bits','lost']), 'left', 'module')
         df = df[['how bad','where','bits','lost','what','what to do']]
         text = {'text-align': 'left', 'white-space': 'pre-wrap'}
         style = styler(df, str(self)).set_properties(['what','what to do'], **text)
@@ -117,8 +116,7 @@ def _tops(case, limit):
     tops = {}
     for f in case.fp32.frames:
         if f.in_loss or f.module in case.half.plan.in_fp32: continue
-        is_of_children = f.op is None and any(f.module.children())
-        if is_of_children: continue
+        if f.op is None and any(f.module.children()): continue # which have these numbers
         for seen in (*f.ins,*f.outs):
             top = _top(seen, case.half.seen.get(seen.place), limit)
             if top>tops.get(f.name, (limit/2,))[0]: tops[f.name] = top,f.op
@@ -131,28 +129,26 @@ def _keeps_own_code(case, names):
 
 def _near(case):
     "Modules with less than one bit of room"
-    limit = torch.finfo(case.dtype).max
+    limit = case.finfo.max
     tops = _tops(case, limit)
     if not tops: return
     name,*others = sorted(tops, key=lambda n: -tops[n][0])
     top,op = tops[name]
     what = f'`{op}`' if op else 'It'
-    bits = math.log2(limit/top)
-    room = f"{bits:.1f} bits are left up to {limit:g}, where {case.kind} ends"
+    room = f"{math.log2(limit/top):.1f} bits are left up to {limit:g}, where {case.kind} ends"
     if top>limit: room,op = f"infinity in {case.kind}, which does no harm in this batch, as in a mask",'masked_fill'
     fact = f"{what} computes with numbers up to {top:.3g}: {room}."
     remedy = _keeps_own_code(case, tops)
     yield Finding('warning', name, fact, _with_hint(remedy, code_hint(op)), others)
 
 # %% ../nbs/04_doctor.ipynb #77e61165
-def _has_bf16_digits(w): return not (w.contiguous().view(torch.int32) & 0xffff).any()
-
 def _bf16_weights(case, device):
     if case.dtype!=torch.float16: return
     ws = [p.detach() for p in case.model.parameters() if p.dim()>1 and p.dtype==torch.float32]
     ws = [w for w in ws if len(w.flatten()[:1000].unique())>16] # not all ones
     total = sum(w.numel() for w in ws)
-    short = sum(w.numel() for w in ws if _has_bf16_digits(w))
+    # bf16 has the first half of the bits
+    short = sum(w.numel() for w in ws if not (w.contiguous().view(torch.int32) & 0xffff).any())
     if short<=total/2: return # a new head is trained on a pretrained body
     fact = ("The weights have no more digits than bf16 holds. "
             "A model pretrained in bf16 may give numbers that fp16 cannot hold.")
@@ -165,8 +161,7 @@ _with_eps16 = 'RMSProp','QHAdam','Larc','Adam','RAdam','Lamb','ranger' # as `RMS
 
 def _optimizer(case):
     learn = case.learn
-    weight = nn.Parameter(torch.zeros(1))
-    try: opt = learn.opt or learn.opt_func([weight], lr=learn.lr)
+    try: opt = learn.opt or learn.opt_func([nn.Parameter(torch.zeros(1))], lr=learn.lr)
     except Exception: return # it needs the parameters of the model, which is fine
     eps = min((float(h['eps']) for h in opt.hypers if h.get('eps')), default=math.inf)
     if torch.tensor(eps, dtype=case.dtype)!=0: return
@@ -307,8 +302,7 @@ def _memory_format(case, device):
 
 # %% ../nbs/04_doctor.ipynb #ff49c827
 def _findings(case, report, device):
-    is_fault = report.verdict not in ('healthy','scale')
-    yield from _fault(report) if is_fault else _near(case)
+    yield from _near(case) if report.verdict in ('healthy','scale') else _fault(report)
     yield from _bf16_weights(case, device)
     yield from _optimizer(case)
     yield from _large_eps(case)

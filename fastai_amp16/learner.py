@@ -91,10 +91,7 @@ def __repr__(self:DynamicMixedPrecision):
 @patch
 def _repr_html_(self:DynamicMixedPrecision):
     left = 'style="text-align:left"'
-    def row(k, v):
-        html = as_html(str(v))
-        return f'<tr><th {left}>{k}</th><td {left}>{html}</td></tr>'
-    rows = [row(k, v) for k,v in _at_a_glance(self).items()]
+    rows = [f'<tr><th {left}>{k}</th><td {left}>{as_html(str(v))}</td></tr>' for k,v in _at_a_glance(self).items()]
     return f"<table>{''.join(rows)}</table>"
 
 @patch
@@ -192,11 +189,9 @@ _fastais_call = fastais_own(Learner, '__call__')
 
 def _while_patched(learn, f):
     "Run `f` while all modules of the model are patched; at its end torch's state is as before, even after a Ctrl-C"
-    is_inside = '_entry' in vars(learn) # a validation in a fit
-    if is_inside or not running(learn): return f()
+    if '_entry' in vars(learn) or not running(learn): return f() # the former for a validation in a fit
     entry = Entry()
-    device_type = next((p.device.type for p in learn.model.parameters()), 'cpu')
-    before = ThreadState(device_type)
+    before = ThreadState(next((p.device.type for p in learn.model.parameters()), 'cpu'))
     def leave():
         before.restore()
         entry.leave()

@@ -88,8 +88,7 @@ def _in_forward(run, far):
     "Iterate over the calls at fault in the forward pass: they took in nothing bad, and no call inside them is at fault"
     around = set()
     for f in _made_off(run, far):
-        is_handed_on = any(o.is_bad() for o in f.ins)
-        if not is_handed_on and f not in around: yield f
+        if f not in around and not any(o.is_bad() for o in f.ins): yield f
         while f:
             around.add(f)
             f = f.parent
@@ -146,8 +145,7 @@ def _note_results(case, rec):
     rec.pred = cast_floats(getattr(learn, 'pred', None))
     loss = getattr(learn, 'loss', None) if len(learn.yb) else None
     made = [getattr(learn, k, None) for k in ('loss','loss_grad')]
-    has_both = all(isinstance(o, Tensor) for o in made)
-    if has_both: rec.loss,rec.loss_grad = [o.detach() for o in made]
+    if all(isinstance(o, Tensor) for o in made): rec.loss,rec.loss_grad = [o.detach() for o in made]
     if learn.training and rec.total is None: # a learner's own training step, without events
         rec.end_backward(case.batches.gradients)
     rec.read(rec.pred if loss is None else loss, case.batches.model_state.carried())
@@ -232,7 +230,7 @@ class Case:
 
     def __post_init__(self):
         self.keep,self.ranks = as_list(self.keep_fp32),self.step.ranks
-        self.batches = self.step.batches
+        self.batches,self.finfo = self.step.batches,torch.finfo(self.dtype)
         self.model,self.learn = self.batches.model,self.batches.learn
         self.f = self.f or self.batches.do_one_batch
         self.loader = getattr(self.learn, 'dl', None) # of the batch; `None` if you gave it
@@ -266,11 +264,10 @@ class Case:
         return _record(self, modules, self.plan(promoted), scale or self.scale, compares, **kwargs)
 
     def run_fp32(self,
-        modules:bool=True, # As in `run`
-        **kwargs # Passed to `Recording`
+        modules:bool=True # As in `run`
     ) -> Recording:
         "Run the batches in fp32, and restore everything"
-        return _record(self, modules, scale=self.scale, **kwargs)
+        return _record(self, modules, scale=self.scale)
 
     # the same on all ranks
     @functools.cached_property
@@ -284,8 +281,7 @@ class Case:
         least = 0.
         if tops:
             small = tops[len(tops)//10] # nine of ten are normal
-            times = torch.finfo(self.dtype).tiny/small
-            least = 2.**math.ceil(math.log2(times))
+            least = 2.**math.ceil(math.log2(self.finfo.tiny/small))
         return min(self.scale, max(self.min_scale, *self.ranks.gather(least)))
 
     def _gradients(self):
@@ -300,8 +296,7 @@ class Case:
         scale:float=None # As in `run`
     ) -> bool:
         "Run the batches in half precision, and return whether they fit on all ranks"
-        run = self.run(promoted, scale, modules=False, compares=self.silent)
-        return self.ranks.all(self.fits(run))
+        return self.ranks.all(self.fits(self.run(promoted, scale, modules=False, compares=self.silent)))
 
     # of this rank's batch
     def fits(self, half:Recording): # A run in half precision
@@ -327,8 +322,8 @@ class Case:
     @functools.cached_property
     def changed(self) -> dict: # By name
         "By how many steps of half precision the change of what goes to the next batch is off in the run `half`"
-        states = states_off(self.half, self.fp32, self.before)
-        return {name: off for name,off in states.items() if off>nothing.states}
+        states = states_off(self.half, self.fp32, self.before).items()
+        return {name: off for name,off in states if off>nothing.states}
 
     @functools.cached_property
     def before(self) -> dict:

@@ -13,8 +13,8 @@ from ..precision.comparable import comparable,eager
 from ..util.nested import replace,tensors
 from ..precision.plan import PrecisionPlan
 from ..util.torch_private import compiled,is_out_of_memory
-from .deviation import deviation,distances,few_are_off,loss_change,n_samples,pairs,relative
-from .measure import sampled
+from .deviation import deviation,distances,few_are_off,loss_change,pairs,relative
+from .measure import n_samples,sampled
 from ..train.snapshot import AllNoted,ModelState,unchanged
 from ..train.step import Step
 
@@ -38,8 +38,7 @@ class Far(NamedTuple):
         reference # These
     ) -> bool:
         "Return whether they are off in a few samples only, as where rounding decides between two largest values"
-        most = min(self.off, nothing.off)/2
-        return few_are_off(pred, reference, most)
+        return few_are_off(pred, reference, most=min(self.off, nothing.off)/2)
 
     def times(self,
         n:float # A factor
@@ -83,11 +82,10 @@ def states_off(
     before:dict # What modules carried to the batch
 ) -> dict: # By name
     "How far off the change of what modules carry to the next batch is, in steps of half precision"
-    eps = torch.finfo(run.dtype).eps
     def off(name, ts):
         mine,at_first = run.states.get(name, []),before.get(name)
         if has_become_infinite(mine, ts): return math.inf
-        return deviation(_changes(mine, at_first), _changes(ts, at_first))/eps
+        return deviation(_changes(mine, at_first), _changes(ts, at_first))/torch.finfo(run.dtype).eps
     return {name: off(name, ts) for name,ts in reference.states.items()}
 
 def _hides_infinity(learn, pred, reference):
@@ -114,8 +112,7 @@ def far_from(
     change = loss_change(learn, run.pred, reference.pred) if off else None
     if off==math.inf: off = 0. # the same for all samples: only a loss can tell
     if not change: return Far(off, states=states)
-    rise = _beyond_chance(change)
-    return Far(off, rise, change.bend, change.chance, states)
+    return Far(off, _beyond_chance(change), change.bend, change.chance, states)
 
 # %% ../../nbs/diagnosis/03_compare.ipynb #e93a5f18
 def goes_on(
@@ -186,8 +183,7 @@ class _ReferenceRuns:
 
     def result(self, pred):
         "Predictions, and what the modules carry now, as in a `Recording`"
-        states = sampled(self.state.carried())
-        return SimpleNamespace(dtype=self.dtype, pred=pred, states=states)
+        return SimpleNamespace(dtype=self.dtype, pred=pred, states=sampled(self.state.carried()))
 
     def attempt(self, plan):
         "What comes of a call before the batch's own one; `None` if that raises anything"

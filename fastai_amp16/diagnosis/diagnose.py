@@ -62,10 +62,9 @@ def _summed_up(rows):
 def _table(case):
     "The table of a `PrecisionReport`, from the run in fp32 and the one in half precision"
     in_fp32 = case.plan().in_fp32
-    frames = [f for f in case.fp32.frames if not f.in_loss]
     rows = []
-    for f in frames:
-        if not has_code(f.module): continue # a plain container
+    for f in case.fp32.frames:
+        if f.in_loss or not has_code(f.module): continue # the latter in plain containers
         computes = 'fp32' if f.module in in_fp32 else case.kind
         module = dict(module=f.name, type=type(f.module).__name__, computes=computes)
         rows += [module, *(_row(case, module, *o) for o in _measured(f) if o[-1])]
@@ -96,7 +95,6 @@ def diagnose(
     return report
 
 def _report(case, all_buffers):
-    case.silent = case.ranks.any(case.silent)
     case.fp32 = case.run_fp32()
     if case.fp32.error is not None: raise case.fp32.error
     case.draws = case.ranks.any(case.fp32.drew)

@@ -56,14 +56,11 @@ def _of_this_rank(case, error):
     except RankFailed: return None,None,None
     except Exception as e:
         e.__traceback__ = None # its frames refer to `e`
-        return None,*_failure(e, e is getattr(case.fp32, 'error', None), error is not None)
-
-def _failure(e, is_fp32s, half_raised):
-    "The `Verdict` on a diagnosis that raised `e`, perhaps while the batch ran in fp32, and why it failed"
-    if is_fp32s and half_raised: return Verdict.raises,None
-    if is_out_of_memory(e): return Verdict.no_fp32,"there is not enough memory to run the batch in fp32"
-    if is_fp32s: return Verdict.no_fp32,f"in fp32 the batch raises {error_in_words(e)}"
-    return Verdict.unknown,f"it raises {error_in_words(e)}"
+        is_fp32s = e is getattr(case.fp32, 'error', None)
+        if is_fp32s and error is not None: return None,Verdict.raises,None
+        if is_out_of_memory(e): return None,Verdict.no_fp32,"there is not enough memory to run the batch in fp32"
+        if is_fp32s: return None,Verdict.no_fp32,f"in fp32 the batch raises {error_in_words(e)}"
+        return None,Verdict.unknown,f"it raises {error_in_words(e)}"
 
 def _fault(report): return report.verdict,report.producer,report.op,*report.samples,*report.promoted
 
@@ -108,10 +105,9 @@ def diagnose_step(
     error:Exception=None # The exception that half precision raised on this rank, if any
 ) -> Diagnosis:
     "Find out what is the matter with the batches of a step; all ranks call this, and get the same"
-    silent = case.ranks.any(case.silent)
+    silent = case.silent = case.ranks.any(case.silent) # which `diagnose` changes
     raised = error and f'{type(error).__name__}: {error}'
-    mine = *_of_this_rank(case, error),raised
-    reports,failed,why,raised = zip(*case.ranks.gather(mine))
+    reports,failed,why,raised = zip(*case.ranks.gather((*_of_this_rank(case, error),raised)))
     raised = [f'Rank {i} raised {o}' for i,o in enumerate(raised) if o]
     if raised and error is None: error = RuntimeError(raised[0])
     named = _merged([r if _names_a_fault(case, r) else None for r in reports])
@@ -134,13 +130,13 @@ _then = dict( # what follows a verdict with `on_spiral='heal'`, and without
     no_fp32='skip skip',
     raises='raise raise')
 
-_ways = { # what that is: a `Next`, and whether it is known that no precision can use the batch
-    'again': (Next.again,False),
-    'unchanged': (Next.again,False), # half precision gets the batch as it is
-    'skip': (Next.again,True),
-    'reference': (Next.reference,True),
-    'fp32': (Next.fp32,False),
-    'raise': (None,False)}
+_ways = { # what that is
+    'again': Next.again,
+    'unchanged': Next.again, # half precision gets the batch as it is
+    'skip': Next.again,
+    'reference': Next.reference,
+    'fp32': Next.fp32,
+    'raise': None}
 
 def after(
     verdict:Verdict, # Of the diagnosis
@@ -158,7 +154,7 @@ def after(
         if then in ('fp32','skip','unchanged'): then = 'again'
     elif verdict is Verdict.fine and not training: then = 'skip' # a prediction counts as it is
     if raised and then in ('unchanged','skip','reference'): then = 'raise'
-    return _ways[then]
+    return _ways[then],then in ('skip','reference')
 
 # %% ../../nbs/diagnosis/11_healing.ipynb #b4ca1fc3
 def case_of(
@@ -168,14 +164,13 @@ def case_of(
     "A `Case` of the batches of the current step"
     s = mp.scaler
     step = mp.step
-    moves = s.is_enabled() and s.dynamic
     return Case(
         step,
         mp.keeps(mp.learn.model),
         mp.dtype,
         scale=s.get_scale(),
-        min_scale=s.min_scale if moves else None,
-        start=s.start if moves else None,
+        min_scale=s.min_scale if s.moves else None,
+        start=s.start if s.moves else None,
         backward=mp.training,
         silent=step.silent,
         lr=mp.log.last_lr,

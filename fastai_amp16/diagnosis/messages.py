@@ -104,7 +104,8 @@ def check_arguments(
     require(isinstance(patience, int) and patience>0, who, 'patience', patience, 'a whole number above 0')
     require(isinstance(rerun, bool), who, 'rerun', rerun, 'True or False')
     names = [o for o in as_list(keep_fp32) if isinstance(o, str)] # an array has no truth value
-    require('' not in names, who, 'keep_fp32', keep_fp32, 'less than the whole model, which learn.to_fp32() keeps in fp32')
+    require('' not in names, who, 'keep_fp32', keep_fp32,
+            'less than the whole model, which learn.to_fp32() keeps in fp32')
 
 # %% ../../nbs/diagnosis/10_messages.ipynb #62188942
 def refuse_second_precision(
@@ -121,8 +122,7 @@ def warn_of_idle_metrics(
     learn:Learner # About to fit without a `DynamicMixedPrecision`
 ):
     "Warn if columns of the training log will be empty"
-    ours = LossScale,SkippedSteps,GradNorm
-    idle = [type(m).__name__ for m in learn.metrics if isinstance(m, ours)]
+    idle = [type(m).__name__ for m in learn.metrics if isinstance(m, (LossScale,SkippedSteps,GradNorm))]
     if not idle: return
     warn_user(f"Without to_fp16_dynamic() or to_bf16_dynamic(), {', '.join(idle)} will be None in the training log. "
               "Training goes on; call one of them before the fit, or leave out these metrics.")

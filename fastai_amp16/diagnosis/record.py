@@ -72,17 +72,14 @@ class Seen:
         what:str='value' # Or 'grad'
     ) -> bool:
         "Return whether the tensor has more numbers that are not finite than in the reference"
-        own = getattr(self, what)
-        ref = getattr(self.ref, what, None)
-        if own is None: return False
-        return own.nonfinite>(ref.nonfinite if ref else 0)
+        def nonfinite(seen): return getattr(getattr(seen, what, None), 'nonfinite', 0)
+        return nonfinite(self)>nonfinite(self.ref)
 
     @functools.cached_property
     def off(self) -> float:
         "How far it is from the same tensor in the reference, as a `deviation`; infinitely if it is bad"
         if self.is_bad(): return math.inf
-        samples = self.sample,getattr(self.ref, 'sample', None)
-        return 0. if any(o is None for o in samples) else deviation(*samples)
+        return deviation(self.sample, getattr(self.ref, 'sample', None)) # 0 if either is missing
 
 # %% ../../nbs/diagnosis/02_record.ipynb #5d43a7a2
 # operations that overwrite numbers without reading them
@@ -104,12 +101,11 @@ def _hook_that_raised(e):
     "The hook on a module or a tensor that raised `e`, in words; `None` if no hook did"
     def calls_hooks(f): return f.f_code.co_filename in _callers
     frames = [f for f,_ in traceback.walk_tb(e.__traceback__)]
-    called = [f for by,f in pairwise(frames) if calls_hooks(by) and not calls_hooks(f)]
+    called = last(f for by,f in pairwise(frames) if calls_hooks(by) and not calls_hooks(f))
     if not called: return None
-    code = called[-1].f_code
-    if code.co_name in ('forward','backward') or _is_ours(called[-1]): return None
-    file = Path(code.co_filename).name
-    return f'The hook `{code.co_name}` (line {code.co_firstlineno} of {file})'
+    code = called.f_code
+    if code.co_name in ('forward','backward') or _is_ours(called): return None
+    return f'The hook `{code.co_name}` (line {code.co_firstlineno} of {Path(code.co_filename).name})'
 
 def _makes_half(p, data):
     "Return whether `p.data = data` puts a master weight in half precision"
@@ -170,14 +166,11 @@ class Recording(TorchFunctionMode):
         self.on = True
         is_module = isinstance(loss_func, nn.Module)
         if not self.handles:
-            for m in self.names: self._hook_into(m)
-            for m in loss_func.modules() if is_module else (): self._hook_into(m)
+            for m in (*self.names, *(loss_func.modules() if is_module else ())):
+                if isinstance(m, torch.jit.ScriptModule): continue
+                self.handles += [m.register_forward_pre_hook(self._pre_hook, with_kwargs=True),
+                                 m.register_forward_hook(self._hook)]
         return loss_func if is_module else _RecordedLoss(self, loss_func)
-
-    def _hook_into(self, m):
-        if isinstance(m, torch.jit.ScriptModule): return
-        self.handles += [m.register_forward_pre_hook(self._pre_hook, with_kwargs=True),
-                         m.register_forward_hook(self._hook)]
 
     def fail(self,
         e:Exception # What the batch raised
@@ -232,8 +225,7 @@ class Recording(TorchFunctionMode):
     # calls of modules, of the loss function and of operations
     def _enter(self, name, ins, module=None, op=None):
         "Begin a call and return its frame"
-        call = Call(name, op, self.calls[name,op])
-        f = Frame(call, last(self.stack), module)
+        f = Frame(Call(name, op, self.calls[name,op]), last(self.stack), module)
         self.calls[name,op] += 1
         self.frames.append(f)
         self.stack.append(f)

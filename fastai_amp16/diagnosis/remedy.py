@@ -22,7 +22,7 @@ def _scale_that_fits(case, promoted, run):
     good = math.log2(case.lowest)
     highest = max(case.scale, case.start or 0) if promoted else case.scale
     grad = max(case.ranks.gather(max((s.grad.top for s in run.fired if s.half), default=0.))) # in half precision
-    fits = good+math.log2(torch.finfo(case.dtype).max/grad) if grad else math.inf
+    fits = good+math.log2(case.finfo.max/grad) if grad else math.inf
     if fits<math.log2(highest): highest = 2.**math.floor(fits-1) # the next batch may have larger ones
     if highest<=case.lowest: return case.lowest
     if case.is_sound(promoted, highest): return highest
@@ -106,8 +106,7 @@ class _Search:
 
     def joined(self, names):
         "Return the `names` that any rank has, in the order of the ranks: with the same names, all ranks decide alike"
-        by_rank = self.case.ranks.gather(uniqueify(names))
-        return uniqueify(concat(*by_rank))
+        return uniqueify(concat(*self.case.ranks.gather(uniqueify(names))))
 
     def ladder(self, name):
         "Iterate over what to try in fp32 for a fault in the module `name`, the least first, as in `keep_fp32`"
@@ -186,7 +185,7 @@ class _Search:
 
         They give these numbers, or take them in as those `here` do.
         `half` shows only the first ones: what comes after these is not finite, or was not computed."""
-        limit = torch.finfo(self.case.dtype).max
+        limit = self.case.finfo.max
         def kind(f): return f.op,likeness(self.case, f.name)
         kinds = {kind(f) for f in here if not f.in_loss}
         def is_large(s): return s.value.top>limit if s.value else False
@@ -225,8 +224,7 @@ class _Search:
     def drop(self):
         "Return what is needed of what is kept, in the order in which it was found"
         def kind(o): return self.kept[o],likeness(self.case, o)
-        kinds = groupby(self.kept, kind).values()
-        needed = ddmin(sorted(kinds, key=self.cost), self.is_sound)
+        needed = ddmin(sorted(groupby(self.kept, kind).values(), key=self.cost), self.is_sound)
         return [o for o in self.kept if o in needed]
 
 def _joined(case, promoted):

@@ -86,8 +86,7 @@ def as_html(
     text:str # May contain code in backticks, calls of `learn`, and arguments of `to_fp16_dynamic`
 ) -> str: # Escaped text, with `<code>` and `<br>` as its only tags
     "Turn a sentence into HTML"
-    escaped = escape(text, quote=False)
-    with_code = _code.sub(lambda m: f'<code>{m[1] or m[2]}</code>', escaped)
+    with_code = _code.sub(lambda m: f'<code>{m[1] or m[2]}</code>', escape(text, quote=False))
     return with_code.replace('\n', '<br>')
 
 def _remedy(text):
@@ -162,10 +161,10 @@ _columns = dict( # by verdict, in the order they are shown
     data=_fp32_fails, weights=_fp32_fails, divergence=f'{_fp32_fails} weight_grad')
 _most_rows = 10
 
-def _is_worth_showing(col, kind): # `kind` is the half precision that most modules compute in
-    if col.name=='computes': return (col!=kind).any()
+def _is_worth_showing(col, dtype): # `dtype` is the half precision that most modules compute in
+    if col.name=='computes': return (col!=str(dtype).removeprefix('torch.')).any()
     if col.name=='lost':
-        bits_left = -math.log2(torch.finfo(getattr(torch, kind)).eps/2)-col
+        bits_left = -math.log2(torch.finfo(dtype).eps/2)-col
         return (bits_left<3).any()
     if col.name in ('flushed','subnormal'): return (col>0).any()
     return col.notna().any()
@@ -186,8 +185,7 @@ def _rows(self:PrecisionReport):
     is_producer = df.module==self.producer
     df = df.assign(module=df.module.replace('', '(the model)'))
     if 'nonfinite' in df: df['nonfinite'] = df.nonfinite.map({True: 'not finite'})
-    kind = str(self.dtype).removeprefix('torch.')
-    return df[[c for c in df if _is_worth_showing(df[c], kind)]],is_producer
+    return df[[c for c in df if _is_worth_showing(df[c], self.dtype)]],is_producer
 
 @patch
 def _left_out(self:PrecisionReport):
@@ -233,12 +231,9 @@ def _paragraph(text):
 def _repr_html_(self:PrecisionReport):
     (df,is_producer),table = self._rows(),''
     if len(df):
-        row = pd.IndexSlice[is_producer, :]
-        style = styler(df, str(self)).set_properties(row, **_highlight)
+        style = styler(df, str(self)).set_properties(pd.IndexSlice[is_producer, :], **_highlight)
         table = style.format('▶ {}', pd.IndexSlice[is_producer, 'module'], escape='html').to_html()
-    words = map(_paragraph, self._words())
-    left_out = map(_paragraph, self._left_out())
-    return ''.join([*words, table, *left_out])
+    return ''.join([*map(_paragraph, self._words()), table, *map(_paragraph, self._left_out())])
 
 class Reports(list):
     "Reports in their order: HTML in a notebook, text in a terminal"

@@ -118,9 +118,7 @@ def _at_fault(case, ts):
     for what,part in zip(('inputs','targets'), zip(*case.batches.inputs)):
         dense = [t for t in tensors(part) if _is_dense(t) and t.numel()]
         at = {i for t in dense for i in bad_samples(t)}
-        if not at: continue
-        top = math.nan if has_nan else max(t.abs().max().item() for t in dense)
-        found[what] = at,top
+        if at: found[what] = at,math.nan if has_nan else max(t.abs().max().item() for t in dense)
     return found
 
 def _bad_data(case):
@@ -180,7 +178,7 @@ def _norm(case, plain):
 def _how_far_off(case, plain):
     "What is wrong, and by how much: what goes to the next batch (its names), predictions or gradients"
     changes = case.changed
-    eps = torch.finfo(case.dtype).eps
+    eps = case.finfo.eps
     if changes: return tuple(changes),eps*max(changes.values())
     if has_become_infinite(plain.pred, case.fp32.pred): return 'infinities',math.inf
     far = case.far(plain)
@@ -282,8 +280,7 @@ def _is_silently_wrong(case, plain):
     evidence,*far = zip(*ranks)
     case.evidence = max(evidence, key=('','gradients','bits','harm').index)
     if not case.evidence: return False
-    again = case.run_fp32(modules=False)
-    if some(case.is_wrong(again)): return False # which proves nothing
+    if some(case.is_wrong(case.run_fp32(modules=False))): return False # nor is fp32 the same again
     largest = [max(filter(math.isfinite, ns), default=0.) for ns in far]
     case.limits = Far(*largest).times(_remains)
     return True

@@ -82,7 +82,7 @@ def _divergence(case, v):
         op=v.frame.op)
 
 def _high_scale(case, v):
-    largest = torch.finfo(case.dtype).max
+    largest = case.finfo.max
     rest = 'nothing else' if case.keep else 'nothing'
     smaller = ', or divide the targets, since the loss is very large' if v.fits<1 else ''
     return PrecisionReport('scale',
@@ -98,12 +98,11 @@ def _largest(measures):
 
 def _in_backward(case, v, what):
     scale = v.half.scale
-    seen = *v.in_fp32.outs,*v.in_fp32.params
-    grad = _largest(s.grad for s in seen)/case.scale
+    grad = _largest(s.grad for s in (*v.in_fp32.outs,*v.in_fp32.params))/case.scale
     is_lowest = case.min_scale is not None and scale<=case.lowest
     at = f'at the loss scale {scale:g}'
     if scale<case.scale or is_lowest: at = f'not even {at}'
-    if grad*scale>torch.finfo(case.dtype).max:
+    if grad*scale>case.finfo.max:
         return f"Gradients of {what} reach {grad:.3g}: {case.kind} cannot hold them, {at}"
     return f"The derivative of {what} is not finite in {case.kind}, {at}; in fp32 it is finite"
 
@@ -117,12 +116,12 @@ def _in_steps(case, v, calls):
     seen = [[*o.ins,*o.outs] for o in calls]
     largest = _largest(s.value for ss in seen if any(map(is_half, ss)) for s in ss)
     if not largest>0: return ''
-    step = torch.finfo(case.dtype).eps*2.**math.floor(math.log2(largest))
+    step = case.finfo.eps*2.**math.floor(math.log2(largest))
     return f"numbers up to {largest:.4g}, which {case.kind} holds in steps of {step:.3g}"
 
 def _in_forward(case, v, what):
     kind = case.kind
-    info = torch.finfo(case.dtype)
+    info = case.finfo
     given,taken = _given_and_taken(v)
     for way,n in (('gives',given),('takes in',taken)):
         if n>info.max:
@@ -131,8 +130,7 @@ def _in_forward(case, v, what):
         return (f"{what} is not finite in {kind}; in fp32 it gives at most {given:.3g}: "
                 f"a number on the way is too large for {kind}, or so small that it becomes 0")
     if given<info.tiny: return f"{what} gives numbers up to {given:.3g}, most of which {kind} rounds to 0"
-    calls = [o for o in case.fp32.frames if v.in_fp32 in (o,o.parent)]
-    numbers = _in_steps(case, v, calls)
+    numbers = _in_steps(case, v, [o for o in case.fp32.frames if v.in_fp32 in (o,o.parent)])
     return f"{what} computes with {numbers}" if numbers else f"{kind} is too coarse for {what}"
 
 def _raised_here(v):
@@ -161,12 +159,10 @@ _no_cause = ', but no module could be identified as the cause'
 def _of_batch(case, v):
     "What is known where no call can be named"
     is_one = len(v.needed)==1
-    verb = 'computes' if is_one else 'compute'
-    computes = f"{in_words(v.needed)} {verb}"
+    computes = f"{in_words(v.needed)} {'computes' if is_one else 'compute'}"
     if case.silent and v.needed: # what has to stay in fp32 says where
         name = v.needed[0].rstrip('.')
-        calls = [o for o in case.fp32.frames if o.name==name]
-        numbers = _in_steps(case, v, calls)
+        numbers = _in_steps(case, v, [o for o in case.fp32.frames if o.name==name])
         more = f": {numbers}" if numbers and is_one else ''
         return f"{case.kind} is too coarse for what {computes}{more}"
     if case.silent: return f"{case.kind} is too coarse for this batch{_no_cause}"
@@ -212,7 +208,7 @@ def _matter(case, v):
         says = str(v.half.error)
         if 'overflow' in says: return '' # a constant is too large
         return 'dtypes' if re.search(_of_dtypes, says) else 'raises'
-    info = torch.finfo(case.dtype)
+    info = case.finfo
     given,taken = _given_and_taken(v)
     is_in_range = max(given, taken)<=info.max and given>=info.tiny
     return 'coarse' if is_in_range and not v.is_infinite else ''
@@ -257,10 +253,8 @@ def more_calls(
     def times(name): return half[name,None]/fp32[name,None]
     name = max((f.name for f in case.fp32.module_calls), key=times, default=None)
     if name is None or times(name)<=_often: return ''
-    where = place_in_words(case, name)
-    n = half[name,None]
-    before = fp32[name,None]
-    return f" {where} is called {n} times, and {before} times in fp32, which takes longer."
+    return (f" {place_in_words(case, name)} is called {half[name,None]} times, "
+            f"and {fp32[name,None]} times in fp32, which takes longer.")
 
 def room_in_words(
     case:Case, # The batch
@@ -270,4 +264,4 @@ def room_in_words(
     r = table.iloc[0]
     where = place_in_words(case, r.module)
     if r.bits>0: return f"The least room is in {where}: {r.bits:.1f} bits."
-    return f"Numbers in {where} exceed {torch.finfo(case.dtype).max:g} but do no harm."
+    return f"Numbers in {where} exceed {case.finfo.max:g} but do no harm."
