@@ -23,7 +23,7 @@ from .learner import looking,mixed_precisions,running
 # %% ../nbs/03_ask.ipynb #13d0d3c2
 def _wait_until(learn, mp, ddp):
     "When several processes may ask, in words; `None` if they may ask now"
-    if mp is None: return "after `to_fp16_dynamic()`, or outside the fit"
+    if not mp: return "after `to_fp16_dynamic()`, or outside the fit"
     if ddp.static_graph and not mp.log.n_in_fit: return "after the first step, since static_graph=True"
     if not learn.training or not mp.step or mp.step.done: return
     has_run_backward = mp.step.passes_at_backward==mp.step.batches.entry.passes

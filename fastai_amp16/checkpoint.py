@@ -105,8 +105,7 @@ def _get_opt(self):
     "The optimizer, or in a thread that saves or loads this learner an `_OptAndMore`"
     if 'opt' not in vars(self): raise AttributeError('opt')
     opt = vars(self)['opt']
-    is_saved = opt is not None and _saves.get() is self
-    return _OptAndMore(opt, self) if is_saved else opt
+    return _OptAndMore(opt, self) if opt is not None and _saves.get() is self else opt
 
 def _set_opt(self, opt):
     if isinstance(opt, _OptAndMore): opt = opt.opt # read in such a thread
@@ -121,7 +120,7 @@ def take_up(
 ):
     "Continue with the mixed precision of the last checkpoint; `to_fp16_dynamic` may come after `learn.load`"
     mp = running(learn)
-    if mp is None: return
+    if not mp: return
     mp.step = None # an unfinished one belongs to the weights before
     loaded = vars(learn).pop('_loaded', None)
     if loaded is None: return
@@ -142,7 +141,7 @@ def _with_more(f, loads):
     "The method `f`, which saves or loads, with an `_OptAndMore` as `learn.opt` in this thread"
     @functools.wraps(f)
     def g(self, *args, **kwargs):
-        if not loads and running(self) is None: return f(self, *args, **kwargs)
+        if not (loads or running(self)): return f(self, *args, **kwargs)
         if loads: vars(self).pop('_loaded', None) # from another checkpoint
         token = _saves.set(self)
         try: return f(self, *args, **kwargs)

@@ -237,9 +237,8 @@ def main(
     _check(out, epochs, lr, bs)
     device = default_device()
     if device.type=='cpu': torch.set_num_threads(1) # several wait for each other where other programs run
-    n = sum(map(len, trainings.values()))
     name = torch.cuda.get_device_name(device) if device.type=='cuda' else device.type
-    print(f"{n} trainings of {epochs} epoch{'s'*(epochs>1)} on {name}\n")
+    print(f"{sum(map(len, trainings.values()))} trainings of {epochs} epoch{'s'*(epochs>1)} on {name}\n")
     groups,seconds = _compare(epochs=epochs, lr=lr, bs=bs, seed=seed)
     for says in _hopeless(groups): print('\n'+_wrapped(says))
     _print_reports(groups['raw counts']['to_fp16_dynamic()'], reports)

@@ -9,7 +9,6 @@ __all__ = ['Finding', 'Checkup', 'Device']
 import textwrap
 from dataclasses import dataclass,field
 from html import escape
-from typing import NamedTuple
 from fastai.basics import *
 from fastai.callback.channelslast import ChannelsLast
 from .util.nested import half_types
@@ -70,8 +69,7 @@ class Checkup(list):
         def counted(kind, n):
             if n==1 or kind in ('speed','info'): return f'{n} {kind}'
             return f'{n} {kind}s'
-        kinds = Counter(o.severity for o in self)
-        words = [f'{counted(k, n)} ({_severities[k]})' for k,n in kinds.items()]
+        words = [f'{counted(k, n)} ({_severities[k]})' for k,n in Counter(o.severity for o in self).items()]
         return f"{counted('finding', len(self))}: {', '.join(words)}."
 
     def __str__(self):
@@ -116,7 +114,7 @@ def _tops(case, limit):
     tops = {}
     for f in case.fp32.frames:
         if f.in_loss or f.module in case.half.plan.in_fp32: continue
-        if f.op is None and any(f.module.children()): continue # which have these numbers
+        if not f.op and any(f.module.children()): continue # which have these numbers
         for seen in (*f.ins,*f.outs):
             top = _top(seen, case.half.seen.get(seen.place), limit)
             if top>tops.get(f.name, (limit/2,))[0]: tops[f.name] = top,f.op
@@ -237,18 +235,20 @@ def _device(d, dtype):
     "`Finding`s on the device `d`"
     kind,other = ('fp16','bf16') if dtype==torch.float16 else ('bf16','fp16')
     if d.type=='cpu' and kind not in d.fast:
-        fact = f"This CPU cannot compute in {kind} directly: {kind} is slower than fp32 here."
         better = f'to_{other}_dynamic' if other in d.fast else 'to_fp32'
-        yield Finding('info', None, fact, f'learn.{better}()')
-    if d.capability is None: return
+        yield Finding('info', None, f"This CPU cannot compute in {kind} directly: {kind} is slower than fp32 here.",
+                      f'learn.{better}()')
+    if not d.capability: return
     if re.search(_turing_without, d.name):
-        fact = f"{d.name} has no tensor cores, and GPUs of this kind are known for NaNs in fp16 (pytorch#58123)."
-        yield Finding('warning', None, fact, 'learn.to_fp32()')
+        yield Finding('warning', None,
+                      f"{d.name} has no tensor cores, and GPUs of this kind are known for NaNs in fp16 "
+                      "(pytorch#58123).",
+                      'learn.to_fp32()')
     elif not d.tensor_cores:
-        capability = '.'.join(map(str, d.capability))
-        fact = (f"{d.name} (compute capability {capability}) has no tensor cores: "
-                "half precision saves memory, but hardly any time.")
-        yield Finding('speed', None, fact, 'learn.to_fp32()')
+        yield Finding('speed', None,
+                      f"{d.name} (compute capability {'.'.join(map(str, d.capability))}) has no tensor cores: "
+                      "half precision saves memory, but hardly any time.",
+                      'learn.to_fp32()')
     if dtype==torch.bfloat16 and d.emulates_bf16:
         yield Finding('speed', None, f"{d.name} only emulates bf16, which is slow.", 'learn.to_fp16_dynamic()')
 
@@ -284,8 +284,11 @@ def _recurrent(case, device):
     in_fp32 = case.plan().in_fp32
     found = [n for n,m in case.model.named_modules() if isinstance(m, nn.RNNBase) and m in in_fp32]
     if not found: return
-    fact = "Recurrent layers compute in fp32 here: cuDNN takes bf16 in them from 9.13 on, with PyTorch 2.10 or newer."
-    yield Finding('speed', found[0], fact, 'learn.to_fp16_dynamic()  # or update PyTorch', found[1:])
+    yield Finding(
+        'speed', found[0],
+        "Recurrent layers compute in fp32 here: cuDNN takes bf16 in them from 9.13 on, with PyTorch 2.10 or newer.",
+        'learn.to_fp16_dynamic()  # or update PyTorch',
+        found[1:])
 
 def _mixes_channels(m):
     "Is it a convolution that tensor cores compute with gain?"
@@ -297,8 +300,10 @@ def _memory_format(case, device):
     ws = [m.weight for m in case.model.modules() if _mixes_channels(m)]
     is_nhwc = any(w.is_contiguous(memory_format=torch.channels_last) for w in ws)
     if not ws or is_nhwc: return
-    fact = "The convolutions are in NCHW order. Tensor cores need NHWC, so each layer converts its input."
-    yield Finding('speed', '', fact, 'learn.to_channelslast(use_amp=False)')
+    yield Finding(
+        'speed', '',
+        "The convolutions are in NCHW order. Tensor cores need NHWC, so each layer converts its input.",
+        'learn.to_channelslast(use_amp=False)')
 
 # %% ../nbs/04_doctor.ipynb #ff49c827
 def _findings(case, report, device):
@@ -316,8 +321,10 @@ def _examine(learn, b=None, device=None):
     model = unwrap(learn.model)
     half = [n for n,p in model.named_parameters() if p.requires_grad and p.dtype in half_types]
     if half:
-        fact = f"Parameters in half precision: {listed(half)}. They must be fp32 master weights."
-        return Checkup([Finding('error', half[0].rpartition('.')[0], fact, 'learn.model.float()')])
+        return Checkup([Finding(
+            'error', half[0].rpartition('.')[0],
+            f"Parameters in half precision: {listed(half)}. They must be fp32 master weights.",
+            'learn.model.float()')])
     with training_case(learn, b) as case:
         report = diagnose(case)
         device = device or Device.of(next(model.parameters()).device)

@@ -70,8 +70,7 @@ def _kept(mp):
 def _at_a_glance(mp):
     "What `mp` says of itself, by name"
     log = mp.log
-    is_fitting = mp.learn and mp.learn._fitting
-    ending = 'not over yet' if is_fitting else log.ending
+    ending = 'not over yet' if mp.learn and mp.learn._fitting else log.ending
     return {
         'precision': mp.amp_mode.value,
         'loss scale': f'{mp.scaler.get_scale():g}' if mp.scaler.is_enabled() else 'none',
@@ -116,7 +115,7 @@ Learner._fitting = False # is a fit running?
 def looking(learn:Learner): # Any learner
     "Does `learn` run a batch only to look at it, without keeping its effects?"
     mp = running(learn)
-    if mp is None: return False
+    if not mp: return False
     if mp.is_diagnosing: return True
     return bool(mp.step and mp.step.stop_at_loss)
 
@@ -153,10 +152,8 @@ def _use(learn, mode, kwargs):
 # %% ../nbs/02_learner.ipynb #2db57a38
 def _working(mixed):
     "Those of `mixed` that work: the last `DynamicMixedPrecision`, or what was added after it; all if there is none"
-    ours = [i for i,cb in enumerate(mixed) if isinstance(cb, DynamicMixedPrecision)]
-    if not ours: return mixed
-    last = ours[-1]
-    return mixed[last+1:] or [mixed[last]]
+    i = last(i for i,cb in enumerate(mixed) if isinstance(cb, DynamicMixedPrecision))
+    return mixed if i is None else mixed[i+1:] or mixed[i:]
 
 def _tell(mixed, working):
     "Print once which mixed precisions are off"
@@ -215,7 +212,7 @@ def _closures_in_fp32(learn):
     "A context in which forward passes within a step of a torch optimizer are in fp32, as nothing scales their losses"
     opt = learn.opt.opt if isinstance(learn.opt, OptimWrapper) else learn.opt
     entry = vars(learn).get('_entry')
-    if entry is None or not isinstance(opt, torch.optim.Optimizer): return (yield)
+    if not entry or not isinstance(opt, torch.optim.Optimizer): return (yield)
     def in_step(on): return lambda *_: setattr(entry, 'in_optimizer', on)
     begin = opt.register_step_pre_hook(in_step(True))
     end = opt.register_step_post_hook(in_step(False))
@@ -250,7 +247,7 @@ def _batch(learn, f):
     if not mp:
         if entry: entry.leave() # a callback removed mixed precision during the fit
         return f()
-    if entry is None: return _while_patched(learn, partial(_batch, learn, f)) # `learn.one_batch` outside a fit
+    if not entry: return _while_patched(learn, partial(_batch, learn, f)) # `learn.one_batch` outside a fit
     if learn.training or _can_compute_half(mp): mp.around_batch(entry, f)
     else: f()
     if entry.closures: mp.say_once(fp32_closures)

@@ -7,7 +7,6 @@ __all__ = ['faults', 'makers', 'has_code', 'Case']
 
 # %% ../../nbs/diagnosis/05_case.ipynb #66cb52b5
 import math
-from collections import defaultdict
 from contextlib import nullcontext,suppress
 from dataclasses import dataclass,replace
 from fastai.basics import *
@@ -68,7 +67,7 @@ def _derivative(run, s, is_first):
     if not takers: return giver if is_first else None
     if any(o.is_bad('grad') for f in takers for o in came_before(f)): return None
     taker = _inner(takers)
-    if giver is None or giver.name==taker.name: return taker
+    if not giver or giver.name==taker.name: return taker
     return giver if _exceeds_half(run, s) else taker
 
 def _made_off(run, far):
@@ -244,8 +243,7 @@ class Case:
     def without(self) -> str:
         "A sentence that names the callbacks that do not run; empty if all do"
         if not self.left_out: return ''
-        names = ', '.join(type(o).__name__ for o in self.left_out)
-        return f"Without callbacks that raise outside a fit: {names}."
+        return f"Without callbacks that raise outside a fit: {', '.join(type(o).__name__ for o in self.left_out)}."
 
     def plan(self,
         promoted=() # What else to keep in fp32, as in `keep_fp32`

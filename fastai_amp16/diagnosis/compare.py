@@ -133,8 +133,7 @@ def goes_on(
 
 # %% ../../nbs/diagnosis/03_compare.ipynb #18cb073b
 def _random_states():
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
-    return [torch.get_rng_state(), *on_gpus]
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
 
 def _if_memory_allows(f):
     "What `f` returns; `None` if there is not enough memory for it"
@@ -324,6 +323,6 @@ class Comparison:
         if any(differ): half = runs.attempt(plan)
         res = call() # which raises what an attempt has raised, unless memory was too small for the comparison
         if not any(differ): half = _if_memory_allows(lambda: runs.result(res))
-        if half is None: return res
+        if not half: return res
         step.silent = bool(_if_memory_allows(lambda: self._is_doubtful(runs, half, fp32)))
         return res

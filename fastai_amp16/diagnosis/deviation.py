@@ -34,8 +34,7 @@ def _parts(t, most, dim=1):
     "Parts of `t` of about `most` numbers, each with all samples"
     if t.numel()<=most or dim>=t.dim(): return [t]
     n = most*t.shape[dim]//t.numel() # entries of this dimension in a part
-    parts = t.split(max(1, n), dim)
-    return [o for part in parts for o in _parts(part, most, dim+1)]
+    return [o for part in t.split(max(1, n), dim) for o in _parts(part, most, dim+1)]
 
 def _centered(y):
     "`y` without its mean over samples; exactly 0 where all are the same"

@@ -86,7 +86,7 @@ def _verdict(reports, failed, named):
 
 def _names_a_fault(case, r):
     "Return whether there is something to report; a validation reports on half precision only"
-    if r is None or r.verdict=='healthy': return False
+    if not r or r.verdict=='healthy': return False
     return case.backward or not r.fp32_fails
 
 def _raises_again(case):
@@ -115,8 +115,7 @@ def diagnose_step(
     if raised and named and not _raises_again(case): verdict,named = Verdict.fine,[]
     missed = None
     if verdict is Verdict.fine and not silent: verdict,missed = _where_nothing_is_found(case, error)
-    failures = uniqueify(filter(None, (*why,missed)))
-    return Diagnosis(verdict, named, failures, error, silent)
+    return Diagnosis(verdict, named, uniqueify(filter(None, (*why,missed))), error, silent)
 
 # %% ../../nbs/diagnosis/11_healing.ipynb #367dc7de
 _then = dict( # what follows a verdict with `on_spiral='heal'`, and without

@@ -52,9 +52,7 @@ def measure(
         a = a.squeeze() # or it could not be split along the first dimension
         rows = max(1, _at_once*len(a)//a.numel())
         parts = torch.stack([measure(o, dtype, scale) for o in a.split(rows)])
-        top = parts[:,:1].amax(0)
-        counts = parts[:,1:].sum(0)
-        return torch.cat([top, counts])
+        return torch.cat([parts[:,:1].amax(0), parts[:,1:].sum(0)]) # the largest number, and counts
 
 def read(
     *lists # Lists of what `measure` returns

@@ -134,8 +134,7 @@ def warn_of_slow_half(
     "Warn on a GPU that only emulates bf16, and in the first fit on a CPU, where convolutions in fp16 are slow"
     device = plan.params[0].device
     if plan.dtype==torch.bfloat16 and emulates_bf16(device):
-        name = torch.cuda.get_device_name(device)
-        warn_user(f"{name} only emulates bf16, which is slow. Training goes on; "
+        warn_user(f"{torch.cuda.get_device_name(device)} only emulates bf16, which is slow. Training goes on; "
                   "to_fp16_dynamic() is faster here.")
     if not is_first or plan.dtype==torch.bfloat16 or device.type!='cpu': return
     if any(isinstance(m, convs) and m not in plan.in_fp32 for m in plan.model.modules()):

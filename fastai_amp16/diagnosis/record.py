@@ -202,8 +202,7 @@ class Recording(TorchFunctionMode):
         "Read all measures in one transfer from the device; set `finite` to whether `results` and gradients are finite"
         self.pred = replace(self.pred, Tensor.detach) # or a graph that no backward pass has freed would stay
         self.states = sampled(carried) # what modules carry to the next batch
-        seen = {*self.seen.values()}
-        noted = [(s,k) for s in seen for k in ('value','grad') if getattr(s, k) is not None]
+        noted = [(s,k) for s in {*self.seen.values()} for k in ('value','grad') if getattr(s, k) is not None]
         seen = [getattr(s, k) for s,k in noted]
         others = tensors([results, self.total]),[t for _,t in carried],tensors(self.pred)
         others = [list(map(measure, ts)) for ts in others]
@@ -254,11 +253,11 @@ class Recording(TorchFunctionMode):
 
     def _casts_weights(self, m):
         "Return whether autocast casts its weights, so that their gradients come in half precision"
-        if self.plan is None: return False
+        if not self.plan: return False
         return isinstance(m, _with_cast_weights) and m in self.names and m not in self.plan.in_fp32
 
     def _hook(self, m, args, out):
-        if self._caller() is None: return
+        if not self._caller(): return
         self._leave(out)
         if not in_backward(): return
         self.again -= 1
@@ -274,7 +273,7 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         f = self._caller()
         name = func.__name__.strip('_')
-        if f is None or f.op or _is_ours(sys._getframe(1)): return func(*args, **kwargs)
+        if not f or f.op or _is_ours(sys._getframe(1)): return func(*args, **kwargs)
         # the forward pass would raise this at its end, where no module is known any more
         if name=='set' and _makes_half(*args): raise TypeError(no_half_masters)
         if name in _harmless: return func(*args, **kwargs)

@@ -124,7 +124,7 @@ class _Search:
         "Record a run with what is kept; return it and whether it is sound"
         case = self.case
         self.budget -= 1
-        run = case.run([*self.kept], self.low, reference=case.fp32)
+        run = case.run(self.kept, self.low, reference=case.fp32)
         res = self.known[frozenset(self.kept)] = case.ranks.all(case.fits(run))
         return run,res
 
@@ -134,7 +134,7 @@ class _Search:
         if k in self.known: return self.known[k]
         if self.budget<=0: return False
         self.budget -= 1
-        res = self.known[k] = self.case.is_sound([*names], self.low)
+        res = self.known[k] = self.case.is_sound(names, self.low)
         return res
 
     def run(self):
@@ -255,6 +255,6 @@ def least_in_fp32(
     search = _Search(case)
     run = search.run()
     if search.is_fickle(): return Remedy([], case.scale, [], search.found)
-    if run is None: return None
+    if not run: return None
     needed = search.drop() if search.kept else []
     return Remedy(_joined(case, needed), _scale_that_fits(case, needed, run), needed, search.found)

@@ -172,14 +172,12 @@ def _is_worth_showing(col, dtype): # `dtype` is the half precision that most mod
 def _rank(report, name):
     "Which row comes first: 0 for the producer, 1 for what stays in fp32 from now on, 2 for all others"
     if name==report.producer: return 0
-    is_kept = covers(report.promoted, name) or f'{name}.' in report.promoted
-    return 1 if is_kept else 2
+    return 1 if covers(report.promoted, name) or f'{name}.' in report.promoted else 2
 
 @patch
 def _rows(self:PrecisionReport):
     "The rows and columns to show, and which of the rows is the producer's"
-    columns = ['module', 'type', *_columns[self.verdict].split()]
-    table = self.table.reset_index(drop=True).reindex(columns=columns)
+    table = self.table.reset_index(drop=True).reindex(columns=['module','type',*_columns[self.verdict].split()])
     ranks = [_rank(self, o) for o in table.module]
     df = table.iloc[np.argsort(ranks, kind='stable')[:_most_rows]]
     is_producer = df.module==self.producer

@@ -171,20 +171,20 @@ def blame(
         if case.ranks.any(found): return found or Healthy(elsewhere=True)
 
 # %% ../../nbs/diagnosis/07_verdict.ipynb #3af3b0c4
-def _norm(case, plain):
+def _norm(case):
     "The norm of the gradients, at a loss scale that fits; NaN if that is not known"
-    return plain.norm if plain.finite else case.step.suspect_norm or math.nan
+    return case.half.norm if case.half.finite else case.step.suspect_norm or math.nan
 
-def _how_far_off(case, plain):
+def _how_far_off(case):
     "What is wrong, and by how much: what goes to the next batch (its names), predictions or gradients"
     changes = case.changed
     eps = case.finfo.eps
     if changes: return tuple(changes),eps*max(changes.values())
-    if has_become_infinite(plain.pred, case.fp32.pred): return 'infinities',math.inf
-    far = case.far(plain)
+    if has_become_infinite(case.half.pred, case.fp32.pred): return 'infinities',math.inf
+    far = case.far(case.half)
     if far.off<=nothing.off and far.rise>nothing.rise: return 'loss',far.rise
     if far.exceeds(case.limits): return 'predictions',far.off
-    return 'gradients',_norm(case, plain)/case.fp32.norm
+    return 'gradients',_norm(case)/case.fp32.norm
 
 def _computes_in_half(run, frame):
     "Return whether a call takes in or gives half precision, or one that it makes"
@@ -193,11 +193,11 @@ def _computes_in_half(run, frame):
 
 def _call_at_fault(case, remedy):
     "Return the first call `Found` in what stays in fp32, or in the loss function, and the name that holds it"
-    if remedy is None:
+    if not remedy:
         phase,f = first(case.faults(case.half)) or ('backward',None)
         return Found(phase, f, case.half),None
     for found in remedy.found:
-        if found.frame is None: continue
+        if not found.frame: continue
         if found.frame.in_loss: return found,first(remedy.needed)
         inside = found.frame.name
         name = first(o for o in remedy.needed if o==f'{inside}.' or covers([o], inside))
@@ -224,12 +224,12 @@ def _fault(case, remedy):
     plain = case.half
     if case.fits(plain): return Healthy(elsewhere=True)
     found,name = _call_at_fault(case, remedy)
-    if found is None: return Healthy(elsewhere=True)
+    if not found: return Healthy(elsewhere=True)
     needed = remedy.needed if remedy else []
     if name: needed = [name, *(o for o in needed if o!=name)]
     res = Fault(found.phase, None, found.half, needed, remedy)
     if plain.finite: res.spoilt = case.spoilt(plain)
-    if case.silent and not res.spoilt: res.off = _how_far_off(case, plain)
+    if case.silent and not res.spoilt: res.off = _how_far_off(case)
     if found.frame: _name_call(res, found)
     elif res.spoilt or res.off: res.phase = 'forward'
     return res
@@ -249,19 +249,19 @@ def _misses_bits(half, far, vanish):
     learned_from = [s for f in half.module_calls if f.params for s in f.ins] # by weights that are trained
     return matters>nothing.rise or any(s.off>nothing.off for s in learned_from)
 
-def _evidence(case, plain, far):
+def _evidence(case, far):
     """Why it matters that half precision is off: for what the loss makes of it ('harm'), or for what is learned, since
     calls lose many bits at once ('bits'), or since gradients are much larger ('gradients'); '' if it does not matter"""
     # calls show nothing that differs from sample to sample
     if case.others and far.exceeds(nothing): return 'harm'
     if far.states>nothing.states or far.rise==math.inf: return 'harm'
     is_off = far.off>nothing.off
-    of_few = far.is_of_few(plain.pred, case.fp32.pred)
+    of_few = far.is_of_few(case.half.pred, case.fp32.pred)
     # farther off it may be chaos, of which a loss makes much, too
     suffers = far.rise>nothing.rise or not is_off and far.bend>nothing.bend
     if suffers and (is_off or not of_few): return 'harm'
     # so many times as large or as small that it is not by chance; 0 in a validation
-    norm = _norm(case, plain)
+    norm = _norm(case)
     reference = case.fp32.norm
     if not is_off:
         return 'gradients' if are_too_large(less*norm, reference) else ''
@@ -270,13 +270,13 @@ def _evidence(case, plain, far):
     vanish = are_too_large(less*reference, norm)
     return 'bits' if _misses_bits(case.half, far, vanish) else ''
 
-def _is_silently_wrong(case, plain):
+def _is_silently_wrong(case):
     "Return whether half precision may be wrong on any rank though everything is finite; note why, and what may remain"
     some = case.ranks.any
-    if some(case.spoilt(plain)): return True
+    if some(case.spoilt(case.half)): return True
     if some(case.changed): case.carries = some(case.off_later(case.changed)>_later)
-    mine = case.far(plain)
-    ranks = case.ranks.gather((_evidence(case, plain, mine),*mine))
+    mine = case.far(case.half)
+    ranks = case.ranks.gather((_evidence(case, mine),*mine))
     evidence,*far = zip(*ranks)
     case.evidence = max(evidence, key=('','gradients','bits','harm').index)
     if not case.evidence: return False
@@ -295,27 +295,27 @@ def _is_small(case, remedy):
     share = 0. if case.evidence=='gradients' else _share # chaos makes large ones by itself
     return kept<n and kept<=max(1, share*n)
 
-def _is_sensitive(case, plain, remedy):
+def _is_sensitive(case, remedy):
     "Return whether the program is sensitive to rounding: all is finite, and only most of it in fp32 helps"
     if not case.silent: return False
     in_forward = [phase for phase,_ in faults(case.half) if phase!='backward']
-    is_finite = plain.error is None and case.is_finite(plain)
+    is_finite = case.half.error is None and case.is_finite(case.half)
     if case.ranks.any(in_forward or not is_finite): return False
-    return remedy is None or not _is_small(case, remedy)
+    return not remedy or not _is_small(case, remedy)
 
-def _judge_scale(case, plain, fits):
+def _judge_scale(case, fits):
     "Decide on a batch in which everything is finite at the loss scale `fits`, but may be wrong"
-    case.silent = _is_silently_wrong(case, plain)
+    case.silent = _is_silently_wrong(case)
     if case.silent:
         remedy = least_in_fp32(case)
-        if not _is_sensitive(case, plain, remedy): return _fault(case, remedy)
+        if not _is_sensitive(case, remedy): return _fault(case, remedy)
         case.silent = False
     if fits>=case.scale: return Healthy() # unchanged: the fault comes and goes
-    return Healthy(elsewhere=True) if case.fits(plain) else HighScale(fits)
+    return Healthy(elsewhere=True) if case.fits(case.half) else HighScale(fits)
 
-def _raises_by_itself(case, plain):
-    "Return whether `plain` raised what is not raised twice in a row: by code that counts its calls, say"
-    if not case.ranks.any(plain.error): return False
+def _raises_by_itself(case):
+    "Return whether half precision raised what is not raised twice in a row: by code that counts its calls, say"
+    if not case.ranks.any(case.half.error): return False
     return not case.ranks.any(case.run(modules=False).error)
 
 def judge(
@@ -325,9 +325,9 @@ def judge(
     ranks = case.ranks
     case.half = plain = case.run(reference=case.fp32)
     is_finite = ranks.all(plain.finite)
-    case.silent = (is_finite or case.silent) and _is_silently_wrong(case, plain)
-    if ranks.all(case.fits(plain)) or _raises_by_itself(case, plain): return Healthy()
+    case.silent = (is_finite or case.silent) and _is_silently_wrong(case)
+    if ranks.all(case.fits(plain)) or _raises_by_itself(case): return Healthy()
     remedy = least_in_fp32(case)
-    if _is_sensitive(case, plain, remedy): return Healthy()
-    if remedy and not remedy.promoted: return _judge_scale(case, plain, remedy.scale)
+    if _is_sensitive(case, remedy): return Healthy()
+    if remedy and not remedy.promoted: return _judge_scale(case, remedy.scale)
     return _fault(case, remedy)

@@ -29,7 +29,7 @@ def _call_in_words(case, frame):
 
 def _producer(frame):
     "The module to name; `None` for the loss function"
-    return None if frame is None or frame.in_loss else frame.name
+    return None if not frame or frame.in_loss else frame.name
 
 def _healthy(case, v):
     what = f"Everything is finite in {case.kind} at the loss scale {case.scale:g}."
@@ -64,7 +64,7 @@ def _divergence(case, v):
         return report(
             "The loss is finite, but other code made `loss_grad` infinite or NaN before the backward pass.",
             "look for code that writes to `learn.loss_grad`, such as `before_backward` of a callback")
-    if v.frame is None: return report(f"The gradients are too large for fp32 as well{diverges}.", slower)
+    if not v.frame: return report(f"The gradients are too large for fp32 as well{diverges}.", slower)
     where = place_in_words(case, v.frame.name)
     if v.phase=='backward':
         return report(
@@ -136,7 +136,7 @@ def _in_forward(case, v, what):
 def _raised_here(v):
     "Return whether the call raised; others may overflow before this one raises"
     call = v.half.open
-    if call is None: return False
+    if not call: return False
     return call.call==v.frame.call if v.frame.op else call.name==v.frame.name
 
 _of_index = 'index.*out of (bounds|range)'
@@ -173,7 +173,7 @@ def _of_batch(case, v):
     return what+unless
 
 def _cause(case, v):
-    if v.frame is None: return '' if v.spoilt else f"{_of_batch(case, v)}."
+    if not v.frame: return '' if v.spoilt else f"{_of_batch(case, v)}."
     others = v.needed[1:]
     rest = f"; the batch also needs {in_words(others)} in fp32" if others else ''
     return f"{_of_call(case, v)}{rest}."
@@ -196,10 +196,9 @@ def _effect(v):
 
 def _remedy(case, v):
     "What you can do about a fault, as code or in words"
-    if v.remedy is None: return "train in fp32, since nothing else that was tried helps"
+    if not v.remedy: return "train in fp32, since nothing else that was tried helps"
     names = names_of(case.model, [*case.keep, *v.remedy.promoted])
-    is_half = bool(case.plan(v.remedy.promoted).in_half)
-    return keep_code(names, case.dtype, is_half)
+    return keep_code(names, case.dtype, bool(case.plan(v.remedy.promoted).in_half))
 
 def _matter(case, v):
     "What is the matter with the call, as for `code_hint`"
@@ -248,7 +247,7 @@ def more_calls(
     case:Case # A healthy batch, with its runs
 ) -> str: # A sentence; empty if there are none
     "Say which module a solver calls much more often in half precision, where rounding keeps it from its tolerance"
-    if case.half is None: return '' # the fault is on another rank
+    if not case.half: return '' # the fault is on another rank
     half,fp32 = case.half.calls,case.fp32.calls
     def times(name): return half[name,None]/fp32[name,None]
     name = max((f.name for f in case.fp32.module_calls), key=times, default=None)

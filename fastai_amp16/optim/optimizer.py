@@ -83,8 +83,7 @@ class FusedAdam(Optimizer):
                 same = lr,mom,sqr_mom,eps,decay,state['step'],p.device,p.dtype
                 calls[same].append(ts)
         for (*hypers,n,device,_),tensors in calls.items():
-            count = torch.full((), n, dtype=torch.float32, device=device)
-            self._update(tensors, *hypers, count)
+            self._update(tensors, *hypers, torch.full((), n, dtype=torch.float32, device=device))
         for p,updated in copies: p.copy_(updated)
 
     def _update(self, tensors, lr, mom, sqr_mom, eps, wd, n):
