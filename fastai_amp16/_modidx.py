@@ -376,8 +376,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'fastai_amp16/diagnosis/healing.py'),
                                                 'fastai_amp16.diagnosis.healing._promote': ( 'diagnosis/healing.html#_promote',
                                                                                              'fastai_amp16/diagnosis/healing.py'),
-                                                'fastai_amp16.diagnosis.healing._raises_again': ( 'diagnosis/healing.html#_raises_again',
-                                                                                                  'fastai_amp16/diagnosis/healing.py'),
                                                 'fastai_amp16.diagnosis.healing._verdict': ( 'diagnosis/healing.html#_verdict',
                                                                                              'fastai_amp16/diagnosis/healing.py'),
                                                 'fastai_amp16.diagnosis.healing._warn': ( 'diagnosis/healing.html#_warn',

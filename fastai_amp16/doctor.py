@@ -135,9 +135,11 @@ def _near(case):
     what = f'`{op}`' if op else 'It'
     room = f"{math.log2(limit/top):.1f} bits are left up to {limit:g}, where {case.kind} ends"
     if top>limit: room,op = f"infinity in {case.kind}, which does no harm in this batch, as in a mask",'masked_fill'
-    fact = f"{what} computes with numbers up to {top:.3g}: {room}."
-    remedy = _keeps_own_code(case, tops)
-    yield Finding('warning', name, fact, _with_hint(remedy, code_hint(op)), others)
+    yield Finding(
+        'warning', name,
+        f"{what} computes with numbers up to {top:.3g}: {room}.",
+        _with_hint(_keeps_own_code(case, tops), code_hint(op)),
+        others)
 
 # %% ../nbs/04_doctor.ipynb #77e61165
 def _bf16_weights(case, device):
@@ -148,12 +150,14 @@ def _bf16_weights(case, device):
     # bf16 has the first half of the bits
     short = sum(w.numel() for w in ws if not (w.contiguous().view(torch.int32) & 0xffff).any())
     if short<=total/2: return # a new head is trained on a pretrained body
-    fact = ("The weights have no more digits than bf16 holds. "
-            "A model pretrained in bf16 may give numbers that fp16 cannot hold.")
     remedy = 'learn.to_bf16_dynamic()'
     if device.emulates_bf16:
         remedy = 'learn.to_fp16_dynamic()  # this GPU only emulates bf16; layers that overflow stay in fp32'
-    yield Finding('warning', '', fact, remedy)
+    yield Finding(
+        'warning', '',
+        "The weights have no more digits than bf16 holds. "
+        "A model pretrained in bf16 may give numbers that fp16 cannot hold.",
+        remedy)
 
 _with_eps16 = 'RMSProp','QHAdam','Larc','Adam','RAdam','Lamb','ranger' # as `RMSProp16`
 
@@ -166,10 +170,12 @@ def _optimizer(case):
     f = getattr(learn.opt_func, 'func', learn.opt_func) # of a `partial`
     name = getattr(f, '__name__', '')
     new = f'{name}16' if name in _with_eps16 else 'partial(learn.opt_func, eps=1e-4)'
-    fact = (f"The optimizer's eps of {eps:g} is 0 in {case.kind}. "
-            "Its state is fp32, so nothing is divided by 0, "
-            "but gradients that are mostly rounding errors cause full steps.")
-    yield Finding('info', None, fact, f"learn.opt_func,learn.opt = {new},None")
+    yield Finding(
+        'info', None,
+        f"The optimizer's eps of {eps:g} is 0 in {case.kind}. "
+        "Its state is fp32, so nothing is divided by 0, "
+        "but gradients that are mostly rounding errors cause full steps.",
+        f"learn.opt_func,learn.opt = {new},None")
 
 def _roots(opt):
     "For each parameter that Adam has averaged gradients of: the root of the averaged squares, and eps"
@@ -188,10 +194,11 @@ def _large_eps(case):
     below = sum(int((root<eps).sum()) for root,eps in found)
     if below<=total/2: return
     eps = max(eps for _,eps in found)
-    fact = (f"The optimizer's eps of {eps:g} is larger than the root of the averaged squared gradients "
-            f"of {below/total:.0%} of the weights: their steps are shorter than the learning rate.")
-    remedy = f"learn.opt_func,learn.opt = partial(learn.opt_func, eps={eps/100:g}),None  # or a larger loss"
-    yield Finding('info', None, fact, remedy)
+    yield Finding(
+        'info', None,
+        f"The optimizer's eps of {eps:g} is larger than the root of the averaged squared gradients "
+        f"of {below/total:.0%} of the weights: their steps are shorter than the learning rate.",
+        f"learn.opt_func,learn.opt = partial(learn.opt_func, eps={eps/100:g}),None  # or a larger loss")
 
 # %% ../nbs/04_doctor.ipynb #067e09cc
 _instructions = dict( # of CPUs
@@ -200,9 +207,9 @@ _instructions = dict( # of CPUs
 # GPUs of compute capability 7.5 without tensor cores
 _turing_without = r'GTX 16|MX[45]50|\bT(400|500|550|600|1000|1200)\b'
 
-def _fast_here(device):
-    "The half precisions that a device has instructions for, for all we know"
-    if device.type!='cpu' or not hasattr(torch.cpu, 'get_capabilities'): return list(_instructions)
+def _fast_here():
+    "The half precisions that this CPU has instructions for, for all we know"
+    if not hasattr(torch.cpu, 'get_capabilities'): return list(_instructions)
     has = torch.cpu.get_capabilities()
     return [kind for kind,names in _instructions.items() if any(has.get(o) for o in names)]
 
@@ -221,7 +228,7 @@ class Device:
     ):
         "What is known about a device that is there"
         is_nvidia = device.type=='cuda' and torch.version.hip is None
-        if not is_nvidia: return cls(device.type, fast=_fast_here(device))
+        if not is_nvidia: return cls(device.type, fast=_fast_here())
         cuda = torch.cuda
         return cls('cuda', cuda.get_device_name(device), cuda.get_device_capability(device), emulates_bf16(device))
 
@@ -274,10 +281,13 @@ def _sizes(case, device):
     by_layer = _slow_sizes(_in_half(case))
     if not by_layer: return
     sizes = uniqueify(concat(*by_layer.values()))
-    fact = f"Sizes that are not multiples of 8 ({listed(sizes)}) slow tensor cores down."
     name,*others = by_layer
     remedy = ', '.join(f'{8*math.ceil(n/8)} instead of {n}' for n in sizes)
-    yield Finding('speed', name, fact, f'# {remedy}', others)
+    yield Finding(
+        'speed', name,
+        f"Sizes that are not multiples of 8 ({listed(sizes)}) slow tensor cores down.",
+        f'# {remedy}',
+        others)
 
 def _recurrent(case, device):
     if device.type!='cuda' or case.dtype!=torch.bfloat16 or cudnn_has_bf16(): return

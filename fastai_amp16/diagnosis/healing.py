@@ -6,7 +6,7 @@
 __all__ = ['Verdict', 'Diagnosis', 'diagnose_step', 'after', 'case_of', 'heal']
 
 # %% ../../nbs/diagnosis/11_healing.ipynb #b89901ef
-from dataclasses import dataclass,field
+from dataclasses import dataclass
 from enum import Enum
 from fastai.basics import *
 from ..precision.names import in_words,keep_code,names_of
@@ -35,10 +35,10 @@ class Verdict(Enum):
 class Diagnosis:
     "What is the matter with the batches of a step, the same on all ranks"
     verdict:Verdict # What came of it
-    reports:list = field(default_factory=list) # Of `PrecisionReport`, one for each fault
-    failures:list = field(default_factory=list) # Why the diagnosis failed, in words
-    error:Exception = None # What half precision raised on this rank, or that it raised on another one
-    silent:bool = False # Are predictions wrong although everything is finite?
+    reports:list # Of `PrecisionReport`, one for each fault
+    failures:list # Why the diagnosis failed, in words
+    error:Exception|None # What half precision raised on this rank, or that it raised on another one
+    silent:bool # Are predictions wrong although everything is finite?
 
     @property
     def kept(self) -> list:
@@ -89,10 +89,6 @@ def _names_a_fault(case, r):
     if not r or r.verdict=='healthy': return False
     return case.backward or not r.fp32_fails
 
-def _raises_again(case):
-    "Return whether the run in half precision raised as well, on any rank; where fp32 fails, there is no such run"
-    return case.ranks.any(case.half is None or case.half.error)
-
 def _where_nothing_is_found(case, error):
     "The `Verdict` where a diagnosis finds no fault, and why it may have missed one, in words"
     if case.ranks.any(case.fp32.infinite): return Verdict.fine,None
@@ -112,7 +108,8 @@ def diagnose_step(
     if raised and error is None: error = RuntimeError(raised[0])
     named = _merged([r if _names_a_fault(case, r) else None for r in reports])
     verdict = _verdict(reports, failed, named)
-    if raised and named and not _raises_again(case): verdict,named = Verdict.fine,[]
+    # where fp32 fails, half precision does not run again
+    if raised and named and not case.ranks.any(not case.half or case.half.error): verdict,named = Verdict.fine,[]
     missed = None
     if verdict is Verdict.fine and not silent: verdict,missed = _where_nothing_is_found(case, error)
     return Diagnosis(verdict, named, uniqueify(filter(None, (*why,missed))), error, silent)

@@ -82,11 +82,10 @@ def _divergence(case, v):
         op=v.frame.op)
 
 def _high_scale(case, v):
-    largest = case.finfo.max
     rest = 'nothing else' if case.keep else 'nothing'
     smaller = ', or divide the targets, since the loss is very large' if v.fits<1 else ''
     return PrecisionReport('scale',
-        f"The loss scale {case.scale:g} is too high for this batch: its gradients exceed {largest:g}. "
+        f"The loss scale {case.scale:g} is too high for this batch: its gradients exceed {case.finfo.max:g}. "
         f"A loss scale of {v.fits:g} fits.",
         f"pass init_scale={v.fits:g} to start there; {rest} has to stay in fp32{smaller}",
         new_scale=v.fits)

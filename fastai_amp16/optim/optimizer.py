@@ -61,8 +61,8 @@ class FusedAdam(Optimizer):
         g,avg,sqr = p.grad,state['grad_avg'],state['sqr_avg']
         is_here = avg.device==p.device # a checkpoint may have been loaded onto the CPU
         if is_here and p.stride()==g.stride()==avg.stride()==sqr.stride(): return p,g,avg,sqr
-        for k in ('grad_avg','sqr_avg'): state[k] = _like(p, state[k]) # `p` may have become channels_last
-        avg,sqr = state['grad_avg'],state['sqr_avg']
+        # `p` may have become channels_last
+        avg,sqr = state['grad_avg'],state['sqr_avg'] = _like(p, avg),_like(p, sqr)
         return _like(avg, p),_like(avg, g),avg,sqr
 
     @torch.no_grad()
