@@ -200,7 +200,7 @@ def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
 
 def has_code(m:nn.Module): # Any module
     "Return whether `m` has code of its own, which plain containers do not have"
-    if own_forward(m): return True
+    if own_forward(m) is not None: return True
     return type(m).forward not in (nn.Sequential.forward, nn.Module.forward)
 
 _n_again = 4 # a moving average that was wrong before the batch is nearly as it should be then
