@@ -337,6 +337,7 @@ def of_kind(name): return {'layer':'fc1', 'product':'', 'exception':''}.get(name
 @pytest.mark.parametrize('fault', ['layer','product','exception','derivative','rounding','loss'])
 def test_healing_takes_at_most_12_forward_passes(fault, where, n):
     "At any depth, whatever is at fault; what stays in fp32 is what is at fault, and no more"
+    set_seed(1) # where exceptions in all blocks take as many passes as are allowed
     faults = places[where](n, fault)
     model,passes = Residuals(faults),[]
     def loss(p, t): return mse(p, t)+(1e-9*model.act.pow(2).mean() if fault=='loss' else 0)
