@@ -17,7 +17,6 @@ from ..util.notes import Attributes,RandomStates
 from ..precision.plan import unwrap
 from .grads import Leaves,hypers_of
 from .owners import attributes_of,find_owners,in_a_fit,torchs,with_entries
-from .scaler import require
 from .weights import FrozenWeights,KeptWeights
 from ..util.torch_private import compiled,hooks_added,no_torch_function,versions
 
@@ -54,7 +53,6 @@ class ModelState:
         self.hooks = [d for m in modules for k,d in vars(m).items() if _is_for_hooks(k)]
         self.params = list(dict.fromkeys(p for m in modules for p in m.parameters(recurse=False)))
         self.leaves = Leaves(self.params)
-        self.awake = {*map(id, self.params)} # the ids of those that are noted in each step
         self._sort_params({p for m in owners.held for p in m.parameters()})
         self._wake_all_but({})
 
@@ -63,18 +61,17 @@ class ModelState:
         self.asleep = asleep
         awake = [o for o in self.owners if id(o) not in asleep]
         self.attrs = Attributes([d for o in awake for d in attributes_of(o)], torchs)
-        self.awake = {id(p) for m in awake if isinstance(m, nn.Module) for p in m.parameters(recurse=False)}
-        self.awake_params = [p for p in self.params if id(p) in self.awake]
-        self._watch(self.trained, self.theirs)
+        owned = {id(p) for m in awake if isinstance(m, nn.Module) for p in m.parameters(recurse=False)}
+        self.awake = [p for p in self.params if id(p) in owned] # those that are noted in each step
+        self._watch(self.trained)
 
     def _begin_step(self, ran):
         "Modules that did not run in the first steps fall asleep, until they run"
         self.frozen.look()
         self.ran = ran
         self.n_steps += 1
-        asleep = {i: f for i,f in self.asleep.items() if i not in ran} if self.asleep.keys() & ran else self.asleep
-        if self.n_steps==_awake: asleep = self._idle()
-        if asleep is not self.asleep: self._wake_all_but(asleep)
+        if self.n_steps==_awake: self._wake_all_but(self._idle())
+        elif self.asleep.keys() & ran: self._wake_all_but({i: f for i,f in self.asleep.items() if i not in ran})
 
     def _idle(self):
         "The notes of modules with a forward pass of their own that have not run, and in which nothing has changed"
@@ -93,14 +90,14 @@ class ModelState:
         theirs = [p for p in params if p in only_held]
         trained = [p for p in params if p.requires_grad and p in mine]
         self.rewritten = [] # trained weights to which forward passes write, in each attempt anew
-        self._watch(trained, theirs)
+        self.trained,self.theirs = trained,theirs
         self.frozen = FrozenWeights([p for p in params if not p.requires_grad and p not in only_held])
 
-    def _watch(self, trained, theirs):
-        "A batch that writes to one of these weights, of the model and of others, cannot run again"
+    def _watch(self, trained):
+        "A batch that writes to one of these weights of the model, or to those of others, cannot run again"
         self.trained = trained
-        self.theirs = theirs
-        self.not_written = [p for p in trained+theirs if id(p) in self.awake]
+        watched = {*trained, *self.theirs}
+        self.not_written = [p for p in self.awake if p in watched]
         self.some = trained[::len(trained)//8+1]
         self.at = None
 
@@ -108,11 +105,10 @@ class ModelState:
         params # Parameters to which the forward pass writes, as an embedding with `max_norm` does
     ) -> list: # Those that were not known
         "From now on, note trained weights among `params` in each step"
-        new = {p for p in self.trained if p in params}
-        others = [p for p in self.trained if p not in new]
-        if new: self._watch(others, self.theirs)
+        new = [p for p in self.trained if p in params]
+        if new: self._watch([p for p in self.trained if p not in params])
         self.rewritten += new
-        return [*new]
+        return new
 
     def note(self,
         ran:set=None # At the start of a step: the ids of the modules that have run in the fit so far
@@ -122,7 +118,7 @@ class ModelState:
         frozen_back = self.frozen.note()
         attrs_back = self.attrs.note([*self.frozen.written, *self.rewritten])
         training = list(map(operator.itemgetter('training'), self.modes))
-        params = self.awake_params
+        params = self.awake
         asleep = self.asleep
         self.trains = trained = list(map(operator.attrgetter('requires_grad'), params))
         def restore():
@@ -159,8 +155,7 @@ class ModelState:
 
     def carried(self) -> list: # Pairs of a dotted name and a tensor
         "What modules other than torch's norms carry from batch to batch, as tensors, without parameters"
-        held = [(name,t) for name,*_,ts in self._all_held() for t in ts]
-        return [(name,t) for name,t in held if not isinstance(t, nn.Parameter)]
+        return [(name,t) for name,*_,ts in self._all_held() for t in ts if not isinstance(t, nn.Parameter)]
 
     def to_fp32(self,
         plan=None # A `PrecisionPlan`: only those of modules that it keeps in fp32
@@ -193,7 +188,9 @@ class _Inputs:
         self.leaves = [(t,t.grad,t.requires_grad) for t in ts if t.is_leaf] # an adversarial input may train
 
     def are_written(self): return any(mark(t)!=before for t,before in self.marks)
-    def are_lost(self): return self.are_written() and not self.copies
+    def are_lost(self):
+        "Has the batch written to one without a copy? None did so before"
+        with no_torch_function(): return self.are_written() and not self.copies
 
     def restore(self):
         if self.copies and self.are_written(): self.copies()
@@ -244,7 +241,7 @@ class LearnerState:
         "Note inputs and targets, with copies in the first batch, and in all others once a batch has written to its own"
         is_first = self.inputs is None
         if not is_first and self.inputs.are_written(): self.writes = True
-        ts = all_tensors((getattr(self.learn, 'xb', ()),getattr(self.learn, 'yb', ())))
+        ts = all_tensors(list(map(vars(self.learn).get, ('xb','yb'))))
         self.inputs = _Inputs([t for t in ts if t.grad_fn is None], is_first or self.writes)
         return self.inputs
 
@@ -255,7 +252,7 @@ class LearnerState:
         attrs = vars(self.learn)
         batch = {k: attrs[k] for k in _of_batch if k in attrs}
         if isinstance(batch.get('loss'), Tensor): batch['loss'] = batch['loss'].detach()
-        hypers = [(d,d.copy()) for d in hypers_of(getattr(self.learn, 'opt', None))]
+        hypers = [(d,d.copy()) for d in hypers_of(self.learn.opt)]
         with no_torch_function():
             attrs_back = self._note_attributes()
             inputs = self._note_inputs()
@@ -269,19 +266,16 @@ class LearnerState:
             attrs.update(batch, **dict.fromkeys(_results))
             for d,before in hypers: d.update(before)
             random_back()
-        def cannot_restore(): # did the batch write to an input without a copy? None did so before
-            with no_torch_function(): return inputs.are_lost()
-        return restore,cannot_restore
+        return restore,inputs.are_lost
 
 # %% ../../nbs/train/03_snapshot.ipynb #3d7bd215
-def _has_attributes(o): return hasattr(o, '__dict__')
+def _own(o, name): return getattr(o, '__dict__', {}).get(name) # a list of batches has no attributes
 
 def _loader_parts(dl):
     "What changes when a fastai loader gives a batch: itself, the loader that it wraps, a list of items that shuffles"
-    loaders = [dl] if _has_attributes(dl) else [] # a list of batches has none
-    if loaders and 'dl' in vars(dl): loaders.append(dl.dl)
-    items = [vars(o).get('items') for o in loaders]
-    return [*loaders, *filter(_has_attributes, items)]
+    loaders = dl,_own(dl, 'dl')
+    parts = *loaders,*(_own(o, 'items') for o in loaders)
+    return [o for o in parts if hasattr(o, '__dict__')]
 
 class AllNoted:
     "Notes on everything that batches of `learn` may change, gradients included, but not weights"
@@ -291,9 +285,13 @@ class AllNoted:
         states:tuple=None # A `ModelState` and a `LearnerState` in use, if neither callbacks nor a loader run
     ):
         others = [vars(o) for o in (*learn.cbs, *_loader_parts(dl))]
-        modules,state = states or self._new_states(learn, others)
+        self.ends = () # those in use go on
+        if states is None:
+            modules = ModelState(unwrap(learn.model), learn.loss_func, learn)
+            states = modules,LearnerState(learn, others, modules.hooks)
+            self.ends = [o.end for o in states]
+        modules,state = states
         self.back = [modules.note(), state.note(RandomStates())[0]]
-        self.ends = () if states else (modules.end,state.end) # those in use go on
         self.learn = learn
         self.names = set(vars(learn))
         self.params = modules.params
@@ -301,10 +299,6 @@ class AllNoted:
         dicts = vars(learn), *others, *(d for _,d in modules.named)
         def attributes(d): return {k: v for k,v in d.items() if k not in torchs}
         self.exact = [(d,attributes(d)) for d in dicts] # also with a graph
-
-    def _new_states(self, learn, others):
-        modules = ModelState(unwrap(learn.model), learn.loss_func, learn)
-        return modules,LearnerState(learn, others, modules.hooks)
 
     def restore(self):
         "Restore it; you may call this more than once"
@@ -347,27 +341,24 @@ def learner_random_states(learn:Learner # The learner, whose batches may be shuf
     rng = _shuffling(learn)
     return {'all': res, 'shuffling': rng and rng.getstate()}
 
+def _set_states(res):
+    "Let fastai set the states of all random number generators that this machine has"
+    cuda = [o.cpu() for o in res['torch_cuda_state']]
+    here = {'torch_cuda_state': cuda[:torch.cuda.device_count()], 'torch_state': res['torch_state'].cpu()}
+    set_random_states(**{**res, **here})
+
 def check_random_states(
     states:dict # From `learner_random_states`
 ):
     "Raise an exception of any kind unless random number generators can take over `states`"
-    res = states['all']
-    random.Random().setstate(res['random_state'])
-    np.random.RandomState().set_state(res['numpy_state'])
-    torch.Generator().set_state(res['torch_state'].cpu())
-    cuda = [o.cpu() for o in res['torch_cuda_state']]
-    for o in cuda[:torch.cuda.device_count()]: torch.Generator('cuda').set_state(o)
-    for k in ('torch_deterministic','torch_benchmark'):
-        require(isinstance(res[k], bool), 'states', k, res[k], 'a bool')
+    before = get_random_states()
+    try: _set_states(states['all'])
+    finally: set_random_states(**before)
     if states['shuffling']: random.Random().setstate(states['shuffling'])
 
 def set_learner_random_states(learn:Learner, # The learner, whose batches may be shuffled
                               states:dict): # From `learner_random_states`, perhaps of a machine with more GPUs or fewer
     "Restore the states of all random number generators, including the one that shuffles batches"
-    res = dict(states['all'])
-    cuda = [o.cpu() for o in res['torch_cuda_state']]
-    res['torch_cuda_state'] = cuda[:torch.cuda.device_count()]
-    res['torch_state'] = res['torch_state'].cpu()
-    set_random_states(**res)
+    _set_states(states['all'])
     rng = _shuffling(learn)
     if rng and states['shuffling']: rng.setstate(states['shuffling'])
