@@ -135,16 +135,11 @@ class DynamicMixedPrecision(MixedPrecision):
             self.plan,self.ranks,self.states = self.make_plan(learn.model),Ranks(learn.model),None
             self.scaler.enable(self.amp_mode==AMPMode.FP16 and bool(self.plan.in_half))
         if entry is not None:
-            if not self.has_states(): self.find_states()
+            # others of the model come with a new plan
+            if self.states is None or self.states[0].loss_func is not learn.loss_func: self.find_states()
             entry.patch(learn.model)
             entry.plan = self.plan
         return self.plan
-
-    def has_states(self):
-        "Are `states` those of the present model and loss function?"
-        if not self.states: return False
-        modules,_ = self.states
-        return modules.model is self.plan.model and modules.loss_func is self.learn.loss_func
 
     def find_states(self):
         "Find everything that a batch may change"
@@ -246,7 +241,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def around_step(self, f): # Function without arguments
         "Run `f`, the optimizer's step, unless the model ran since the decision, as in SAM, and made gradients infinite"
         step = self.step
-        if step is not None and step.is_outdated and not step.has_finite_gradients():
+        if step is not None and not step.may_be_taken():
             step.can_rerun = False # what happened since then cannot be repeated
             step.outcome,step.norm = Outcome.broken,math.inf
             self.skip_step()
@@ -324,7 +319,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def around_batch(self, entry, # The `Entry` of the fit or the validation
                      f): # Function without arguments
         "Run `f`, which processes one batch, until its step is taken or skipped"
-        training,outer,end = self.training,self.step,BatchEnd.failed
+        training,outer,end = self.training,self.step,BatchEnd.over
         if not training: self.step = None # a validation between accumulated batches is not part of their step
         try:
             self.begin_batch(entry)

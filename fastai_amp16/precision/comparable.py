@@ -42,13 +42,13 @@ def _shared(begin):
     @contextmanager
     def context():
         with ExitStack() as mine: yield enter(mine)
+    context.__doc__ = begin.__doc__
     return context
 
 # %% ../../nbs/precision/01_comparable.ipynb #0f067267
 _aten = torch.ops.aten
-_draws = {_aten.native_dropout, _aten.bernoulli, _aten.bernoulli_, _aten.cauchy_, _aten.exponential_, _aten.geometric_,
-          _aten.log_normal_, _aten.multinomial, _aten.normal_, _aten.rand, _aten.rand_like, _aten.randn,
-          _aten.randn_like, _aten.uniform_}
+_draws = {getattr(_aten, o) for o in 'native_dropout bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ '
+          'multinomial normal_ rand rand_like randn randn_like uniform_'.split()}
 
 def _as_drawn(t):
     "`t` in fp32, as if made just now: how a kernel of CUDA draws for it depends on dtype, strides and address"
@@ -90,8 +90,9 @@ class _DropoutByTorch(TorchFunctionMode):
         with sdpa_kernel(SDPBackend.MATH) if in_steps else nullcontext(): return func(*args, **kwargs)
 
 # %% ../../nbs/precision/01_comparable.ipynb #1dd33dd1
-def _switch_off_tf32(stack):
-    "Set what TF32 depends on; `stack` restores it"
+@_shared
+def true_fp32(stack): # Gets what restores the settings that TF32 depends on
+    "A context in which convolutions, recurrent layers and matrix products of fp32 tensors do not compute in TF32"
     cudnn,matmul = torch.backends.cudnn,torch.backends.cuda.matmul
     with suppress(RuntimeError): # cannot be asked for where somebody has used the newer settings below
         if cudnn.allow_tf32:
@@ -106,21 +107,11 @@ def _switch_off_tf32(stack):
             stack.callback(setattr, o, 'fp32_precision', 'tf32')
             o.fp32_precision = 'ieee'
 
-_without_tf32 = _shared(_switch_off_tf32)
-
-def true_fp32():
-    "A context in which convolutions, recurrent layers and matrix products of fp32 tensors do not compute in TF32"
-    return _without_tf32()
-
 # %% ../../nbs/precision/01_comparable.ipynb #5f6cab47
-def _force_eager(stack):
-    if 'torch._dynamo' in sys.modules: stack.enter_context(torch.compiler.set_stance('force_eager'))
-
-_all_eager = _shared(_force_eager)
-
-def eager():
+@_shared
+def eager(stack): # Gets what ends it
     "A context in which no code is compiled, and compiled code runs eagerly"
-    return _all_eager()
+    if 'torch._dynamo' in sys.modules: stack.enter_context(torch.compiler.set_stance('force_eager'))
 
 @contextmanager
 def comparable(): # Gives an object whose `drew` tells whether there were any

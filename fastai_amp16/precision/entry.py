@@ -23,15 +23,6 @@ from .plan import PrecisionPlan,unwrapped
 from .patched import patch_forward,restore_forward
 
 # %% ../../nbs/precision/05_entry.ipynb #85b29704
-def _can_share():
-    "May this call use casts that an earlier one has made?"
-    if in_func() or in_backward(): return False
-    return torch.is_grad_enabled()
-
-def _are_equal(a, b):
-    "Are these `marks` the same?"
-    return a[0]==b[0] and torch.equal(a[1], b[1])
-
 class _SharedCasts:
     "Lets calls of a module in one batch share the casts of its weights that autocast makes, until a weight changes"
     def __init__(self, params): # of the model
@@ -55,16 +46,13 @@ class _SharedCasts:
         "Before a call of `m`, forget the casts that it may not use, and let others use those that it makes if they may"
         is_first = m not in self.called
         self.called.add(m)
-        if is_first or not _can_share(): return self.forget()
-        now = self._weights()
-        if self.marks and _are_equal(now, self.marks): return
-        self.forget()
-        self.marks = now
-        torch.autocast_increment_nesting() # or torch would forget them when the context is left
-
-    def _weights(self):
+        if is_first or in_func() or in_backward() or not torch.is_grad_enabled(): return self.forget()
         ps = [p for p in self.params if p.requires_grad and not is_lazy(p)]
-        return marks([p for p in ps if p.dtype==torch.float32])
+        now,norms = marks([p for p in ps if p.dtype==torch.float32])
+        if self.marks and now==self.marks[0] and torch.equal(norms, self.marks[1]): return
+        self.forget()
+        self.marks = now,norms
+        torch.autocast_increment_nesting() # or torch would forget them when the context is left
 
 # %% ../../nbs/precision/05_entry.ipynb #e41e07fe
 _without = (DistributedDataParallel, torch.jit.ScriptModule) # modules that are not patched

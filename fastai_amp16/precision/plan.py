@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from .names import as_list,find_modules
+from .names import as_list,covers,find_modules
 from ..util.nested import half_types
 from ..util.torch_private import inside_compiled
 from .recurrent import recurrent_dtype
@@ -124,15 +124,16 @@ def _reads_half(m, device_type):
     return isinstance(m, (*_batch_norms, *_instance_norms))
 
 def outermost(
-    found:dict # Dotted name to module
+    found:dict # Dotted name to module, in the order of `named_modules`
 ) -> dict: # Likewise
     "Those of some modules that are inside no other one of them"
-    def around(name):
-        if not name: return [] # the model itself has the name ''
-        dots = [i for i,c in enumerate(name) if c=='.']
-        return [name[:i] for i in (0,*dots)]
-    def is_inside(name): return any(o in found for o in around(name))
-    return {n: m for n,m in found.items() if not is_inside(n)}
+    res = {}
+    last = []
+    for n,m in found.items():
+        if covers(last, n): continue
+        res[n] = m
+        last = [n] # what is inside comes next
+    return res
 
 def _with_inner(modules):
     "The set of these modules and all modules inside them"

@@ -88,11 +88,6 @@ class History:
         steps = itertools.islice(reversed(self.steps), self.n_in_fit)
         return next((o.lr for o in steps if not o.skipped), None)
 
-    @property
-    def epoch_steps(self) -> list:
-        "The steps of this epoch"
-        return self.steps[self.epoch_start:]
-
     def frame(self) -> pd.DataFrame:
         "All steps as a table"
         steps = list(self.steps) # another thread may add to them
@@ -110,7 +105,7 @@ class _StepMetric(Metric):
         mp = vars(learn).get('mixed_precision')
         self.mp = mp if isinstance(getattr(mp, 'log', None), History) else None
     @property
-    def value(self): return None if self.mp is None else self._of(self.mp, self.mp.log.epoch_steps)
+    def value(self): return None if self.mp is None else self._of(self.mp, self.mp.log.steps[self.mp.log.epoch_start:])
 
 class LossScale(_StepMetric):
     "The loss scale at the end of the epoch"

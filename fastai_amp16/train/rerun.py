@@ -170,7 +170,6 @@ class Batches:
         self.gradients = Gradients(learn, model_state, leftovers)
         self.notes = []
         self.inputs = []
-        self.at = 0
         self.in_memory = True
         self.do_one_batch = learn._do_one_batch # what runs a batch
 
@@ -181,7 +180,6 @@ class Batches:
         if not self.in_memory: self.notes,self.inputs = [],[] # the step cannot run again, but this batch can
         self.notes.append(self.learner_state.note())
         self.inputs.append((self.learn.xb,self.learn.yb))
-        self.at = len(self.notes)-1
 
     def restore_too(self,
         params # Trained weights to which the forward pass writes; now they are as at the start of the step
@@ -204,8 +202,8 @@ class Batches:
 
     def has_changed(self) -> bool:
         "Has a weight changed since the start of the step, also by a write to `p.data`? Waits for the GPU"
-        *marks,values = self.model_state.weights()
-        *marks_before,values_before = self.weights
+        marks,values = self.model_state.weights()
+        marks_before,values_before = self.weights
         return marks!=marks_before or not all(map(torch.equal, values, values_before))
 
     def can_rerun(self) -> bool:
@@ -227,14 +225,12 @@ class Batches:
         self.entry.plan = plan
         self.restore()
         self.model_state.to_fp32(plan)
-        last = len(self.notes)-1
-        for self.at in range(last+1):
-            learner_back,_ = self.notes[self.at]
+        for n_left,(learner_back,_),inputs in zip(reversed(range(len(self.notes))), self.notes, self.inputs):
             learner_back()
-            self.learn.xb,self.learn.yb = self.inputs[self.at]
+            self.learn.xb,self.learn.yb = inputs
             try: (f or self.do_one_batch)()
             except Abandoned:
-                if self.at==last or not to_the_end: raise
+                if not (n_left and to_the_end): raise
             except control_exceptions: # the gradients of the batch wait for those of the next ones
-                if self.at==last: raise
+                if not n_left: raise
             finally: self.gradients.scaling.close()

@@ -16,7 +16,7 @@ from ..util.copies import Tensors,mark
 from ..util.notes import Attributes,RandomStates
 from ..precision.plan import unwrap
 from .grads import Leaves,hypers_of
-from .owners import attributes_of,find_owners,in_a_fit,torchs,with_entries
+from .owners import attributes_of,compared,find_owners,in_a_fit,torchs,with_entries
 from .weights import FrozenWeights,KeptWeights
 from ..util.torch_private import compiled,hooks_added,no_torch_function,versions
 
@@ -43,17 +43,17 @@ class ModelState:
         self.model = model
         self.loss_func = loss_func
         self.infinity_is_fault = True # Are infinite predictions a fault? Not where fp32 has them as well
-        owners = find_owners(model, loss_func, learn)
-        modules = owners.modules
-        self.owners = [o for _,o in owners.named]
+        owners,held = find_owners(model, loss_func, learn)
+        self.owners = [o for _,o in owners]
+        modules = [o for o in self.owners if isinstance(o, nn.Module)]
         self.ran = set()
         self.n_steps = 0
-        self.named = [(n,d) for n,o in owners.compared() for d in attributes_of(o)]
+        self.named = [(n,d) for n,o in compared(owners) for d in attributes_of(o)]
         self.modes = [vars(m) for m in modules if 'training' in vars(m)] # unlike those of TorchScript
         self.hooks = [d for m in modules for k,d in vars(m).items() if _is_for_hooks(k)]
         self.params = list(dict.fromkeys(p for m in modules for p in m.parameters(recurse=False)))
         self.leaves = Leaves(self.params)
-        self._sort_params({p for m in owners.held for p in m.parameters()})
+        self._sort_params({p for m in held for p in m.parameters()})
         self._wake_all_but({})
 
     def _wake_all_but(self, asleep):
@@ -87,10 +87,9 @@ class ModelState:
         mine = set(self.model.parameters())
         only_held = held-mine
         params = [p for p in self.params if not (is_lazy(p) or p.is_inference())]
-        theirs = [p for p in params if p in only_held]
-        trained = [p for p in params if p.requires_grad and p in mine]
+        self.theirs = [p for p in params if p in only_held]
+        self.trained = [p for p in params if p.requires_grad and p in mine]
         self.rewritten = [] # trained weights to which forward passes write, in each attempt anew
-        self.trained,self.theirs = trained,theirs
         self.frozen = FrozenWeights([p for p in params if not p.requires_grad and p not in only_held])
 
     def _watch(self, trained):

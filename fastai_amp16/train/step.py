@@ -71,11 +71,6 @@ class Step(Attempts):
         return self.passes_at_decision is not None and not self.done
 
     @property
-    def is_outdated(self) -> bool:
-        "Did the model run after it was decided to take the step?"
-        return self.passes_at_decision not in (None,self.batches.entry.passes)
-
-    @property
     def lacks_backward(self) -> bool:
         "Was there no backward pass so far? A callback may have cancelled it"
         return self.loss is None and self.ranks.size==1
@@ -112,24 +107,17 @@ class Step(Attempts):
             return
         if self.is_skipped: return
         grads = self.batches.gradients.used()
-        if not grads and not self._used_in_hooks(): return
+        # unless hooks have used up all of them in the backward pass
+        if not grads and (self.loss is None or not self.batches.has_changed()): return
         written = versions(grads)
-        if self._knows(grads, written): return
+        known,known_written = self.judged
+        if self.outcome is not None and written==known_written and all(map(operator.is_, grads, known)): return
         reading = self._read(grads)
         was_fine = self.outcome is Outcome.fine
         self.outcome,self.norm = reading.outcome,reading.grad_norm/self.ranks.size
         self.judged = grads,written
         if was_fine and self.outcome is not Outcome.fine:
             self.written = self.fp32_first = True # fp32 shows whether precision matters
-
-    def _used_in_hooks(self):
-        "Have hooks used up all gradients in the backward pass?"
-        return self.loss is not None and self.batches.has_changed()
-
-    def _knows(self, grads, written):
-        "Is `outcome` about these gradients?"
-        known,known_written = self.judged
-        return self.outcome is not None and written==known_written and all(map(operator.is_, grads, known))
 
     @property
     def is_silent(self) -> bool:
@@ -146,8 +134,9 @@ class Step(Attempts):
             silent=int(self.is_silent))
         return Reading(*self.ranks.read(list(numbers)))
 
-    def has_finite_gradients(self) -> bool:
-        "May the step be taken with the gradients that the optimizer finds now? The same on all ranks"
+    def may_be_taken(self) -> bool:
+        "May it, with what the model made if it ran after it was decided to take the step? The same on all ranks"
+        if self.passes_at_decision in (None,self.batches.entry.passes): return True
         if self.is_skipped: return False
         self.batches.gradients.is_fresh = False # what ran since may have made others
         grads = self.batches.gradients.used()
@@ -271,39 +260,34 @@ def _raised(self:Step, e):
     if not self.rerun or self.passes_at_decision is not None: return None
     if not may_be_halfs(e, self.batches.learn): return None
     if is_out_of_memory(e): return None # fp32 needs more
-    if self.in_fp32: return self._raised_in_fp32()
+    if self.in_fp32:
+        if self.kind is Next.fp32 or self.ranks.size>1: return None
+        self.reset_search() # as half precision can run this batch, and fp32, which was only asked, cannot
+        self.next = Decision(Next.again)
+        return False
     # some of the gradients were sent already, if the backward pass of one of several ranks raises
     if self.ranks.size>1 and self.passes_at_backward==self.batches.entry.passes: return None
     if not self.ranks.all_raise(): return None
     self.error,self.fp32_first = e,False # a diagnosis runs the batch in fp32 anyway
     return None if self.decide(Outcome.broken) is Next.skip else False
 
-@patch
-def _raised_in_fp32(self:Step):
-    if self.kind is Next.fp32 or self.ranks.size>1: return None
-    self.reset_search() # as half precision can run this batch, and fp32, which was only asked, cannot
-    self.next = Decision(Next.again)
-    return False
-
 # %% ../../nbs/train/07_step.ipynb #9771e4db
 class BatchEnd(Enum):
     "How a batch of training ends"
-    done = 'its step was taken, skipped or cancelled'
+    over = 'its step was taken, skipped or cancelled, or there is none: a callback or an exception has ended the batch'
     bare = "its code has changed the weights by itself, without fastai's events of a step"
-    dropped = 'a callback has cancelled it before there were gradients, or it had a step before'
     waits = 'its gradients wait for those of the next batches'
-    failed = 'an exception has ended it'
 
 @patch
 def batch_end(self:Step,
     cancelled:bool # Has a callback cancelled the batch?
 ) -> BatchEnd:
     "How the batch ends; may wait for the GPU if that is neither by its step nor by a callback"
-    if self.done: return BatchEnd.done
+    if self.done: return BatchEnd.over
     accumulates = cancelled and self.outcome is not None
     if not accumulates and self.batches.has_changed(): return BatchEnd.bare
-    if self.is_second: return BatchEnd.dropped
-    return BatchEnd.waits if accumulates or not cancelled else BatchEnd.dropped
+    waits = accumulates or not cancelled
+    return BatchEnd.waits if waits and not self.is_second else BatchEnd.over
 
 # %% ../../nbs/train/07_step.ipynb #5b1c7e03
 class ScaledBackward(TorchFunctionMode):
@@ -315,7 +299,7 @@ class ScaledBackward(TorchFunctionMode):
         with no_torch_function(): have_graphs = any(t.grad_fn is not None for t in tensors(batches.inputs))
         self.more = {'retain_graph':True} if have_graphs else {} # a graph of the inputs must not be freed
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = {} if kwargs is None else kwargs
+        kwargs = kwargs or {}
         if func is not Tensor.backward: return func(*args, **kwargs)
         loss,*args = args
         step = self.owner.step # not the one of the beginning if a callback asks for a report now

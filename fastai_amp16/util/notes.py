@@ -21,13 +21,14 @@ from .copies import Tensors
 from .nested import filled
 
 # %% ../../nbs/util/02_notes.ipynb #a98a28ab
-def _pythons(): return random.getstate()
-def _numpys():
+def _others():
+    "The states of Python's and numpy's generator; bytes are equal or not, unlike arrays"
     kind,keys,*rest = np.random.get_state()
-    return kind,keys.tobytes(),*rest # which are equal or not, unlike arrays
+    return random.getstate(),(kind,keys.tobytes(),*rest)
 
-def _set_numpys(state):
-    kind,keys,*rest = state
+def _set_others(pythons, numpys):
+    random.setstate(pythons)
+    kind,keys,*rest = numpys
     np.random.set_state((kind,np.frombuffer(keys, np.uint32),*rest))
 
 class RandomStates:
@@ -38,22 +39,19 @@ class RandomStates:
         "Note the present states; what it returns restores them"
         self.n += 1
         is_due = self.n&(self.n-1)==0 # a power of two
-        self.others = (_pythons(),_numpys()) if is_due or self.are_used else None
-        others = self.others
+        self.others = others = _others() if is_due or self.are_used else None
         cpu = torch.get_rng_state()
         gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
         def restore():
             torch.set_rng_state(cpu)
             if gpus is not None: torch.cuda.set_rng_state_all(gpus)
-            if others is None: return
-            random.setstate(others[0])
-            _set_numpys(others[1])
+            if others is not None: _set_others(*others)
         return restore
 
     def end(self):
         "Find out whether something has drawn from Python's or numpy's generator since the note"
         if self.are_used or self.others is None: return
-        self.are_used = (_pythons(),_numpys())!=self.others
+        self.are_used = _others()!=self.others
         self.others = None
 
 # %% ../../nbs/util/02_notes.ipynb #31573135
@@ -147,10 +145,9 @@ class Value:
         if id(v) in self.seen: return v
         self.seen.add(id(v))
         if _is_container(cls): return self._container(v)
-        if cls is L: self._L(v)
-        elif cls in _kinds: self._restless(_kinds[cls](v))
+        if cls in _kinds: self._restless(_kinds[cls](v))
         elif issubclass(cls, _never_noted) or not cls.__dictoffset__: _left_alone.add(cls)
-        elif self.records: self._record(v)
+        elif self.records or cls is L: self._record(v)
         return v
 
     def _tensor(self, t):
@@ -186,11 +183,6 @@ class Value:
         def restore(): o[at:] = [last]
         self._restless(restore)
         return o
-
-    def _L(self, o):
-        items = self._note(o.items)
-        self._watch(vars(o))
-        if items is not o.items: self.restores.append(partial(setattr, o, 'items', items))
 
     def _record(self, o):
         "Note an object that only holds numbers, tensors, containers and functions, unlike a file or a loader"
@@ -231,7 +223,7 @@ class Attributes:
         self.changed = set() # the indices of all that have
         for i,(d,k) in enumerate(places): self._look(i, d[k], self.calm)
         self._gather()
-        return list(map(operator.getitem, *self.places))
+        return self._read()
 
     def _look(self, i, v, to):
         "Note what is in a value"
