@@ -34,7 +34,6 @@ def _matcher(entry):
 
 def _takes_two(entry):
     "Can `entry` be called with a name and a module? Some built-in functions do not say"
-    if not callable(entry): return False
     try: inspect.signature(entry).bind('', None)
     except TypeError: return False
     except ValueError: pass

@@ -90,8 +90,7 @@ class History:
 
     def frame(self) -> pd.DataFrame:
         "All steps as a table"
-        steps = list(self.steps) # another thread may add to them
-        df = pd.DataFrame(steps, columns=StepRecord._fields)
+        df = pd.DataFrame(list(self.steps), columns=StepRecord._fields) # another thread may add to them
         df = df.astype({'fit':int, 'epoch':int, 'reruns':int, 'skipped':bool})
         df.insert(0, 'step', range(len(df)))
         return df

@@ -24,14 +24,6 @@ def with_entries(
     entries = dict.values(o) if isinstance(o, dict) else o # a subclass may override `values`
     return [o,*entries]
 
-def _modules_held_by(o, name):
-    "Iterate over the modules in the attributes of an object, with names"
-    is_fastais = isinstance(o, (Learner,Callback))
-    for k,v in vars(o).items():
-        if is_fastais and k in ('model','loss_func'): continue # they may be wrapped
-        for m in with_entries(v):
-            if isinstance(m, nn.Module): yield from _walk(m, f'{name}.{k}')
-
 def _walk(o, name=''):
     "Iterate over the modules, and other objects with attributes, in a model or what trains it, with names"
     if isinstance(o, nn.Module):
@@ -40,8 +32,12 @@ def _walk(o, name=''):
     elif isinstance(o, partial):
         for v in (o.func, *o.args, *o.keywords.values()): yield from _walk(v, name)
     elif type(getattr(o, '__dict__', None)) is dict:
-        if not isinstance(o, (Learner,Callback)): yield name,o # those are noted by `LearnerState`
-        yield from _modules_held_by(o, name)
+        is_fastais = isinstance(o, (Learner,Callback))
+        if not is_fastais: yield name,o # those are noted by `LearnerState`
+        for k,v in vars(o).items():
+            if is_fastais and k in ('model','loss_func'): continue # they may be wrapped
+            for m in with_entries(v):
+                if isinstance(m, nn.Module): yield from _walk(m, f'{name}.{k}')
 
 def compared(
     owners:list # From `find_owners`

@@ -72,15 +72,15 @@ class FrozenWeights:
         "Find those that were written to, when a step begins: by versions, and after two steps by norms"
         self.steps += 1
         if self.steps==1: self.norms,self.at = [list(map(f, self.params)) for f in (_norm,_storage)]
+        changed = []
         if self.steps==3: # a copy stays equal in the first step, before what it follows has moved
-            changed = [p for p,n in zip(self.params, self.norms) if _norm(p)!=n] # waits for a GPU, once
-            self.written.update(dict.fromkeys(changed))
+            changed += [p for p,n in zip(self.params, self.norms) if _norm(p)!=n] # waits for a GPU, once
             self.get_data = [p for p,at in zip(self.params, self.at) if _storage(p)!=at]
         now = versions(self.params)
         if now!=self.versions:
-            changed = compress(self.params, map(operator.ne, now, self.versions))
-            self.written.update(dict.fromkeys(changed))
+            changed += compress(self.params, map(operator.ne, now, self.versions))
             self.versions = now
+        self.written.update(dict.fromkeys(changed))
 
     def note(self): # A function
         "Note which data the weights have, if these may change; what it returns gives them these data again"

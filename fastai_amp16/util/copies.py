@@ -36,10 +36,11 @@ def write(
     if t.grad_fn is None: return
     with suppress(RuntimeError): t.detach_() # an attempt gave it a graph; a view has that of its base
 
-def _is_small(t):
-    if type(t) is not Tensor or t.layout!=torch.strided: return False
-    if t.requires_grad or t.is_inference(): return False
-    return t.is_contiguous() and t.numel()<=_large
+def _kind(t):
+    "The type and device of a small tensor; `None` for others, which are copied one by one"
+    if type(t) is not Tensor or t.layout!=torch.strided: return None
+    if t.requires_grad or t.is_inference(): return None
+    return (t.dtype,t.device) if t.is_contiguous() and t.numel()<=_large else None
 
 class _Group:
     "Small tensors of one type and device, which one operation copies"
@@ -104,10 +105,9 @@ class Tensors:
 
     def _sort(self, ts):
         self.ts = ts
-        has_numbers = [t for t in ts if not (t.is_nested or t.is_meta or is_lazy(t))]
-        self.large = [t for t in has_numbers if not _is_small(t)]
-        by_type = groupby(filter(_is_small, has_numbers), operator.attrgetter('dtype', 'device'))
-        self.groups = list(map(_Group, by_type.values()))
+        by_kind = groupby((t for t in ts if not (t.is_nested or t.is_meta or is_lazy(t))), _kind)
+        self.large = by_kind.pop(None, [])
+        self.groups = list(map(_Group, by_kind.values()))
 
     def unchanged(self) -> set: # Of ids
         "The tensors with the same numbers as in the first note; waits for a GPU"

@@ -228,10 +228,11 @@ class Attributes:
     def _look(self, i, v, to):
         "Note what is in a value"
         if _is_iterator(type(v)): v = self._wrap(i, v)
-        value = None if type(v) in _left_alone else Value(v, self.records)
-        self.placed[i] = v if value is None else value.placed
-        self.known[i] = v
-        if value is None or value.is_empty: return
+        self.known[i] = self.placed[i] = v
+        if type(v) in _left_alone: return
+        value = Value(v, self.records)
+        self.placed[i] = value.placed
+        if value.is_empty: return
         if value.is_restless: to = self.busy
         if to is self.busy: self.known[i] = _unknown
         to[i] = value
