@@ -95,9 +95,8 @@ class DynamicMixedPrecision(MixedPrecision):
     def autocast(self) -> torch.autocast:
         "The autocast context, for code written for fastai's `MixedPrecision`"
         device = next(self.learn.model.parameters()).device.type
-        is_ready = self.context is not None and self.context.device==device
-        if not is_ready: self.context = torch.autocast(device, dtype=self.dtype) # entered here may be left there
-        return self.context
+        if getattr(self.context, 'device', None)!=device: self.context = torch.autocast(device, dtype=self.dtype)
+        return self.context # the same each time, as what is entered here may be left there
     @property
     def n_skipped(self) -> int:
         "How many steps were skipped"
@@ -136,16 +135,13 @@ class DynamicMixedPrecision(MixedPrecision):
             self.scaler.enable(self.amp_mode==AMPMode.FP16 and bool(self.plan.in_half))
         if entry is not None:
             # others of the model come with a new plan
-            if self.states is None or self.states[0].loss_func is not learn.loss_func: self.find_states()
+            if self.states is None or self.states[0].loss_func is not learn.loss_func:
+                modules = ModelState(self.plan.model, learn.loss_func, learn)
+                modules.infinity_is_fault = self.infinite_model is not learn.model
+                self.states = modules,LearnerState(learn, hooks=modules.hooks)
             entry.patch(learn.model)
             entry.plan = self.plan
         return self.plan
-
-    def find_states(self):
-        "Find everything that a batch may change"
-        modules = ModelState(self.plan.model, self.learn.loss_func, self.learn)
-        modules.infinity_is_fault = self.infinite_model is not self.learn.model
-        self.states = modules,LearnerState(self.learn, hooks=modules.hooks)
 
     # A fit
 
@@ -215,7 +211,7 @@ class DynamicMixedPrecision(MixedPrecision):
 
     def after_step(self): # the optimizer has taken it
         step = self.step
-        if step is None or not step.is_due: return
+        if step is None or step.done or not step.is_taken: return
         self.record_step()
         # if the model runs once more in this batch; this step cannot run again, as weights have changed
         begin = partial(self.begin_step, step.batches.entry, False, is_second=True)
@@ -224,7 +220,7 @@ class DynamicMixedPrecision(MixedPrecision):
     def after_cancel_step(self): # half precision may be why another callback has cancelled it
         step = self.step
         if step is None or step.done: return
-        if step.is_due: self.record_step()
+        if step.is_taken: self.record_step()
         elif step.conclude() is Next.skip: step.batches.restore()
         step.done = True
 
@@ -333,7 +329,9 @@ class DynamicMixedPrecision(MixedPrecision):
             raise
         finally:
             if self.step: self.step.batches.end()
-            if not training: self.end_validation(outer)
+            if not training:
+                self.step = outer # that batches of training before the validation wait for
+                if self.learn and not self.states[0].infinity_is_fault: self.infinite_model = self.learn.model
             elif self.step and self.learn: self.end_batch(end)
 
     def make_attempts(self, f): # As in `around_batch`
@@ -342,11 +340,6 @@ class DynamicMixedPrecision(MixedPrecision):
         while not self.step.attempt(go):
             if self.learn is None: return # a callback has removed this one
             go = self.next_attempt()
-
-    def end_validation(self, outer): # The step that batches of training before it wait for
-        "Go on with that step"
-        self.step = outer
-        if self.learn and not self.states[0].infinity_is_fault: self.infinite_model = self.learn.model
 
     def next_attempt(self):
         "Prepare the next attempt; returns a function that makes it"

@@ -36,7 +36,9 @@ class ActingCallbacks:
         if not (is_fastais and isinstance(event_name, str) and event_name in _of_batches):
             return partial(self.ask_all, self.learn, event_name)
         if event_name=='before_batch' or self.learn.cbs.items!=self.cbs: self._refresh()
-        if event_name not in self.found: self.found[event_name] = self._find(event_name)
+        if event_name not in self.found:
+            cbs = [cb for cb in self.learn.cbs.sorted('order') if _acts(cb, event_name)]
+            self.found[event_name] = partial(_in_turn, cbs, event_name) if cbs else None
         return self.found[event_name]
 
     def _refresh(self):
@@ -44,10 +46,6 @@ class ActingCallbacks:
         cbs = list(self.learn.cbs)
         now = [(cb.order,len(vars(cb))) for cb in cbs]
         if (cbs,now)!=(self.cbs,self.attributes): self.cbs,self.attributes,self.found = cbs,now,{}
-
-    def _find(self, event_name):
-        cbs = [cb for cb in self.learn.cbs.sorted('order') if _acts(cb, event_name)]
-        return partial(_in_turn, cbs, event_name) if cbs else None
 
 _look_up = Callback.__call__,DynamicMixedPrecision.__call__ # these call the method that has the event's name
 

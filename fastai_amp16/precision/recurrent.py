@@ -9,6 +9,7 @@ __all__ = ['emulates_bf16', 'cudnn_has_bf16', 'recurrent_dtype', 'RecurrentInBf1
 import re,warnings
 from contextlib import contextmanager,nullcontext
 import torch,torch.nn.functional as F
+from fastcore.basics import chunked
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from ..util.nested import cast_floats
@@ -91,11 +92,9 @@ def layer_by_layer(
     x,*sizes,hx,weights = args[:-len(options)] # a packed sequence has the sizes of its batches
     if isinstance(hx, Tensor): states = hx.chunk(n)
     else: states = [*zip(*(h.chunk(n) for h in hx))]
-    per_layer = len(weights)//n
     ends = []
-    for i,state in enumerate(states):
-        if i: x = F.dropout(x, dropout)
-        its_weights = weights[i*per_layer:(i+1)*per_layer]
+    for state,its_weights in zip(states, chunked(weights, n_chunks=n)):
+        if ends: x = F.dropout(x, dropout)
         x,*end = func(x, *sizes, state, its_weights, has_biases, 1, 0., training, *how)
         ends.append(end)
     return x,*map(torch.cat, zip(*ends))

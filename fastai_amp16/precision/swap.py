@@ -19,12 +19,12 @@ def _refuse_swap(model, old, new):
         such_as = f', {cls}' if cls else ''
         raise TypeError(f"swap_module takes the class of the modules to replace{such_as}, and got {old!r}.")
     if isinstance(new, nn.Module) or not callable(new):
-        takes = "a class, or a function that makes the new module from the old one"
-        raise TypeError(f"swap_module takes {takes}, and got {new!r}.")
+        raise TypeError("swap_module takes a class, or a function that makes the new module from the old one, "
+                        f"and got {new!r}.")
     kind = type(model).__name__
     if isinstance(model, old):
-        use = "make the new module and use that one"
-        raise ValueError(f"The model itself is a {kind}, which cannot be replaced in place: {use}.")
+        raise ValueError(f"The model itself is a {kind}, which cannot be replaced in place: "
+                         "make the new module and use that one.")
     types = sorted({type(m).__name__ for m in model.modules()})
     if not any(isinstance(m, old) for m in model.modules()):
         raise ValueError(f"There is no {old.__name__} in this {kind}; it has {listed(types, 12)}.")

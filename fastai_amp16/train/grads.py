@@ -119,17 +119,14 @@ def read_all(
     there in one transfer. With a `group`, an `all_reduce` of `len(os)` numbers adds them up. If one rank has NaN or
     infinity, all ranks read it."""
     ts = [o for o in os if isinstance(o, Tensor)]
-    if group is not None: return _summed(os, ts[0].device if ts else device, group)
+    if group is not None: # fp16 could not hold a sum, and all ranks must send the same type, whatever they have
+        flat = _as_one(os, ts[0].device if ts else device, torch.float32)
+        torch.distributed.all_reduce(flat, group=group)
+        return flat.tolist()
     if not ts: return list(os)
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in ts), torch.float32)
     read = iter(_as_one(ts, ts[0].device, dtype).tolist())
     return [next(read) if isinstance(o, Tensor) else o for o in os]
-
-def _summed(os, device, group):
-    # fp16 could not hold a sum, and all ranks must send the same type, whatever they have
-    flat = _as_one(os, device, torch.float32)
-    torch.distributed.all_reduce(flat, group=group)
-    return flat.tolist()
 
 @torch.no_grad()
 def _as_one(os, device, dtype):

@@ -86,7 +86,7 @@ class History:
     def last_lr(self) -> float|None:
         "The learning rate of the last step that was taken in the fit"
         steps = itertools.islice(reversed(self.steps), self.n_in_fit)
-        return next((o.lr for o in steps if not o.skipped), None)
+        return first(o.lr for o in steps if not o.skipped)
 
     def frame(self) -> pd.DataFrame:
         "All steps as a table"

@@ -10,6 +10,7 @@ import inspect
 from collections import deque
 from fastai.basics import *
 from ..precision.plan import is_half,norm_types
+from ..util.nested import entries
 from ..util.torch_private import buffers_of,compiled_call
 
 # %% ../../nbs/train/02_owners.ipynb #52ffa5f1
@@ -21,8 +22,7 @@ def with_entries(
     "`o`, and its entries if it is a small container"
     if not isinstance(o, (list,tuple,deque,dict)): return [o]
     if len(o)>_few: return [o]
-    entries = dict.values(o) if isinstance(o, dict) else o # a subclass may override `values`
-    return [o,*entries]
+    return [o,*entries(o)]
 
 def _walk(o, name=''):
     "Iterate over the modules, and other objects with attributes, in a model or what trains it, with names"
@@ -65,16 +65,12 @@ def find_owners(
 torchs = *vars(nn.Module()),'forward',compiled_call,'__reduce_ex__' # attributes of torch, and those of patched methods
 in_a_fit = '_entry','_acting' # attributes of a learner, in a fit, a validation or a prediction
 
-def _is_layer(m):
-    "Is it a layer of torch's, whose attributes are settings? Its containers hold anything"
-    if isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict)): return False
-    return type(m).__module__.startswith('torch.nn.modules.')
-
 def attributes_of(
     o # A module, or another object with attributes
 ) -> list: # Of dicts
     "The dicts of what an object may carry from batch to batch"
     if not isinstance(o, nn.Module): return [vars(o)]
     buffers = buffers_of(o)
-    if not _is_layer(o): return [vars(o),buffers]
+    is_torchs = type(o).__module__.startswith('torch.nn.modules.') # the attributes of its layers are settings
+    if not is_torchs or isinstance(o, (nn.Sequential,nn.ModuleList,nn.ModuleDict)): return [vars(o),buffers]
     return [buffers] if buffers else []

@@ -10,6 +10,7 @@ import math
 from ctypes import c_float
 from numbers import Real
 import torch
+from fastcore.basics import store_attr
 from torch.amp import GradScaler
 
 # %% ../../nbs/train/00_scaler.ipynb #84dc0cc6
@@ -83,7 +84,7 @@ class DynamicScaler(GradScaler):
         _check_policy(dynamic, init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
                       growth_interval=growth_interval, hysteresis=hysteresis, min_scale=min_scale, max_scale=max_scale)
         super().__init__(device, float(init_scale), growth_factor, backoff_factor, growth_interval, enabled)
-        self.hysteresis,self.min_scale,self.max_scale,self.dynamic = hysteresis,min_scale,max_scale,dynamic
+        store_attr('hysteresis,min_scale,max_scale,dynamic')
         self.start = float(init_scale)
         self._tolerance = hysteresis # overflows until the scale backs off
         self.proven = False # has a step been taken at this scale, or at the one it grew or fell from?
@@ -177,7 +178,10 @@ class DynamicScaler(GradScaler):
         if not self.moves: return
         was_proven,self.proven = self.proven,True
         if scale<self._init_scale: self._fell(scale, was_proven)
-        elif scale>self._init_scale: self._rose(scale)
+        elif scale>self._init_scale:
+            self._init_growth_tracker = 0
+            if self._target and self._target<=scale: self._target = None
+            self._set_scale(scale)
         elif self._target is None: self._set_scale(self._next_scale(False))
         else: self._return_to_target()
 
@@ -188,11 +192,6 @@ class DynamicScaler(GradScaler):
         if was_proven and self._tolerance>0: return # this batch may be an exception
         is_outlier = was_proven and scale<now*self._backoff_factor
         self._target = max(self._target or 0, now) if is_outlier else None
-        self._set_scale(scale)
-
-    def _rose(self, scale):
-        self._init_growth_tracker = 0
-        if self._target and self._target<=scale: self._target = None
         self._set_scale(scale)
 
     def _return_to_target(self):

@@ -27,9 +27,8 @@ def _floats_in(o):
     "A number, or the floating point tensors in `o` and in containers directly in it, as tensors"
     if isinstance(o, float): return [torch.tensor(o)]
     inside = [t for v in with_entries(o) for t in with_entries(v)]
-    found = {id(t): t for t in inside if isinstance(t, Tensor)} # each once
-    def has_floats(t): return t.dtype.itemsize>1 and not (t.is_meta or t.is_nested)
-    return list(filter(has_floats, tensors(list(found.values()))))
+    found = dict.fromkeys(t for t in inside if isinstance(t, Tensor)) # each once
+    return [t for t in tensors([*found]) if t.dtype.itemsize>1 and not (t.is_meta or t.is_nested)]
 
 _awake = 4 # modules that have not run when the fit begins this step may fall asleep
 
@@ -164,8 +163,7 @@ class ModelState:
         dicts = {id(d) for m in kept for d in attributes_of(m)}
         for _,d,k,ts in list(self._all_held()):
             if plan and id(d) not in dicts: continue
-            is_half = any(t.dtype in half_types for t in ts)
-            if is_half: d[k] = cast_floats(d[k])
+            if any(t.dtype in half_types for t in ts): d[k] = cast_floats(d[k])
 
 # %% ../../nbs/train/03_snapshot.ipynb #3d7bd214
 _results = 'pred','loss_grad' # of the previous batch: an attempt makes its own, and these would keep a graph alive
@@ -204,9 +202,7 @@ class LearnerState:
         more:list=(), # Dicts with the attributes of other objects
         hooks:list=() # Dicts of the hooks on modules, most of them empty
     ):
-        self.learn = learn
-        self.more = more
-        self.hooks = hooks
+        store_attr()
         self.n_hooks = None
         self.cbs = self.attrs = None # callbacks may come and go
         self.inputs = None # of the last batch
@@ -296,8 +292,7 @@ class AllNoted:
         self.params = modules.params
         self.grads = [(p,p.grad) for p in modules.params]
         dicts = vars(learn), *others, *(d for _,d in modules.named)
-        def attributes(d): return {k: v for k,v in d.items() if k not in torchs}
-        self.exact = [(d,attributes(d)) for d in dicts] # also with a graph
+        self.exact = [(d,{k: v for k,v in d.items() if k not in torchs}) for d in dicts] # also with a graph
 
     def restore(self):
         "Restore it; you may call this more than once"

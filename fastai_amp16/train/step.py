@@ -66,11 +66,6 @@ class Step(Attempts):
         return self.done or self.passes_at_decision is not None
 
     @property
-    def is_due(self) -> bool:
-        "Is it decided that the step will be taken, and is that still to come?"
-        return self.passes_at_decision is not None and not self.done
-
-    @property
     def lacks_backward(self) -> bool:
         "Was there no backward pass so far? A callback may have cancelled it"
         return self.loss is None and self.ranks.size==1
@@ -204,7 +199,12 @@ def _is_done(self:Step,
 ):
     "Is the batch done after an attempt that came to its end, or that a callback has cancelled?"
     if self.is_abandoned: return False
-    return self._is_judged(passes) or self._judge_results(before)
+    if self.batches.learn.training: # is the result known, or will it be when the step comes?
+        if self.ranks.size>1: return True # the other ranks may have gone on to the step
+        if self.is_taken: return True
+        judged_at = passes if self.outcome is None else self.passes_at_backward
+        if self.batches.entry.passes in (passes,judged_at): return True # no forward pass since
+    return self._judge_results(before)
 
 @patch
 def _may_be_cancelled(self:Step, passes, before): # As for `_is_done`
@@ -213,15 +213,6 @@ def _may_be_cancelled(self:Step, passes, before): # As for `_is_done`
     if not self._is_done(passes, before): return False
     if self.unusable: self.batches.restore()
     return True
-
-@patch
-def _is_judged(self:Step, passes):
-    "Is the result of the attempt known, or will it be when the step comes?"
-    if not self.batches.learn.training: return False
-    if self.ranks.size>1: return True # the other ranks may have gone on to the step
-    if self.is_taken: return True
-    judged_at = passes if self.outcome is None else self.passes_at_backward
-    return self.batches.entry.passes in (passes,judged_at) # no forward pass since
 
 # %% ../../nbs/train/07_step.ipynb #72687bdb
 @patch

@@ -15,10 +15,11 @@ from itertools import chain,compress
 from types import BuiltinFunctionType,FunctionType
 import numpy as np,torch
 from fastai.basics import Callback,DataLoaders,Learner,Optimizer
+from fastcore.basics import store_attr
 from fastcore.foundation import L
 from torch import Tensor,nn
 from .copies import Tensors
-from .nested import filled
+from .nested import entries,filled
 
 # %% ../../nbs/util/02_notes.ipynb #a98a28ab
 def _others():
@@ -135,8 +136,7 @@ class Value:
 
     def has_changed(self) -> bool:
         "Has a container in it other entries than before? Not asked if it is restless"
-        def is_same(o, entries): return len(o)==len(entries) and all(map(operator.is_, o, entries))
-        return not all(is_same(*o) for o in self.contents)
+        return any(len(o)!=len(old) or any(map(operator.is_not, o, old)) for o,old in self.contents)
 
     def _note(self, v):
         cls = type(v)
@@ -169,7 +169,7 @@ class Value:
         if isinstance(o, list) and len(o)>_short: return self._log(o)
         if len(o)>_huge: return o
         copy = o if isinstance(o, tuple) else o.copy() # before anything else, since another thread may write to `o`
-        old = list(copy.values() if isinstance(o, dict) else copy)
+        old = entries(copy)
         new = old if len(old)>_long else list(map(self._note, old))
         if not all(map(operator.is_, new, old)): return filled(copy, new)
         if isinstance(o, tuple): return o
@@ -201,9 +201,7 @@ class Attributes:
         but=(), # Names that are left alone
         records:bool=False # As for `Value`
     ):
-        self.dicts = dicts
-        self.but = but
-        self.records = records
+        store_attr()
         self.tensors = Tensors()
         self.n = None
         self.wrapped = {} # dicts, by their ids and the names of iterators in them
@@ -227,7 +225,10 @@ class Attributes:
 
     def _look(self, i, v, to):
         "Note what is in a value"
-        if _is_iterator(type(v)): v = self._wrap(i, v)
+        if _is_iterator(type(v)):
+            d,k = [o[i] for o in self.places]
+            self.wrapped[id(d),k] = d
+            d[k] = v = ReplayIterator(v)
         self.known[i] = self.placed[i] = v
         if type(v) in _left_alone: return
         value = Value(v, self.records)
@@ -236,12 +237,6 @@ class Attributes:
         if value.is_restless: to = self.busy
         if to is self.busy: self.known[i] = _unknown
         to[i] = value
-
-    def _wrap(self, i, it):
-        d,k = [o[i] for o in self.places]
-        self.wrapped[id(d),k] = d
-        d[k] = ReplayIterator(it)
-        return d[k]
 
     def _gather(self):
         "Put together what is in the values that do not change"
