@@ -316,7 +316,7 @@ class DynamicMixedPrecision(MixedPrecision):
                      f): # Function without arguments
         "Run `f`, which processes one batch, until its step is taken or skipped"
         training,outer,end = self.training,self.step,BatchEnd.over
-        if not training: self.step = None # a validation between accumulated batches is not part of their step
+        self.step = outer if training else None # a validation between accumulated batches is not part of their step
         try:
             self.begin_batch(entry)
             self.make_attempts(f)

@@ -86,8 +86,8 @@ class _DropoutByTorch(TorchFunctionMode):
         if func is Tensor.backward: # in which activation checkpoints compute again; torch's own sees no modes
             with self: return backward_with_modes(*args, **kwargs)
         if is_recurrent_with_dropout(func, args): return layer_by_layer(func, args)
-        in_steps = _attention_dropout(func, args, kwargs)>0
-        with sdpa_kernel(SDPBackend.MATH) if in_steps else nullcontext(): return func(*args, **kwargs)
+        in_steps = sdpa_kernel(SDPBackend.MATH) if _attention_dropout(func, args, kwargs)>0 else nullcontext()
+        with in_steps: return func(*args, **kwargs)
 
 # %% ../../nbs/precision/01_comparable.ipynb #1dd33dd1
 @_shared

@@ -47,8 +47,8 @@ class _SharedCasts:
         is_first = m not in self.called
         self.called.add(m)
         if is_first or in_func() or in_backward() or not torch.is_grad_enabled(): return self.forget()
-        ps = [p for p in self.params if p.requires_grad and not is_lazy(p)]
-        now,norms = marks([p for p in ps if p.dtype==torch.float32])
+        ps = [p for p in self.params if p.requires_grad and not is_lazy(p) and p.dtype==torch.float32]
+        now,norms = marks(ps)
         if self.marks and now==self.marks[0] and torch.equal(norms, self.marks[1]): return
         self.forget()
         self.marks = now,norms
@@ -111,15 +111,12 @@ class Entry:
             self.placed = dict.fromkeys(self._places(model), _nothing)
             self._dicts = [vars(m) for m,_ in self.placed]
             self._attrs = [attr for _,attr in self.placed]
-        for m,attr in self._missing():
-            patch_forward(m, self, self._roles.get(m) if attr=='forward' else None, attr)
-            self.placed[m,attr] = vars(m)[attr]
-
-    def _missing(self):
-        "The places that are not patched, in most batches none"
+        # the places that are not patched, in most batches none
         try: now = list(map(operator.getitem, self._dicts, self._attrs))
         except KeyError: now = list(map(dict.get, self._dicts, self._attrs)) # which takes longer
-        return list(compress(self.placed, map(operator.is_not, now, self.placed.values())))
+        for m,attr in list(compress(self.placed, map(operator.is_not, now, self.placed.values()))):
+            patch_forward(m, self, self._roles.get(m) if attr=='forward' else None, attr)
+            self.placed[m,attr] = vars(m)[attr]
 
     def _places(self, model):
         "Pairs of a module and a method to patch"

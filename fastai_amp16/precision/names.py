@@ -66,8 +66,7 @@ def names_of(
     "The entries of `keep_fp32` as names, so that they can be written down"
     res = {} # a dict keeps the order
     for o in as_list(keep_fp32):
-        names = [o] if isinstance(o, str) else find_modules(model, o)
-        res.update(dict.fromkeys(names))
+        res.update(dict.fromkeys([o] if isinstance(o, str) else find_modules(model, o)))
     return [*res]
 
 # %% ../../nbs/precision/02_names.ipynb #82a520ca

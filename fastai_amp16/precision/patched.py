@@ -87,8 +87,8 @@ def in_half(
     dtype:torch.dtype # `torch.float16` or `torch.bfloat16`
 ): # What `f` returns, in fp32
     "Run a child of a module whose own code alone is kept: switch autocast on again"
-    is_inside_own_code = not (torch.is_autocast_cache_enabled() or torch.is_autocast_enabled(dev))
-    if not is_inside_own_code: return f(m, *args, **kwargs)
+    # is this not inside such code?
+    if torch.is_autocast_cache_enabled() or torch.is_autocast_enabled(dev): return f(m, *args, **kwargs)
     with torch.autocast(dev, dtype=dtype, cache_enabled=True): return cast_floats(f(m, *args, **kwargs))
 
 def recurrent_in_bf16(
@@ -144,8 +144,7 @@ def _as_outside(m, protocol):
 def _unbound(m, attr):
     "A function that runs `attr` of `m`, which it takes as its first argument"
     own,of_class = own_forward(m, attr),type(m).forward
-    is_static = isinstance(getattr_static(type(m), 'forward'), staticmethod)
-    if own is None and not is_static: return of_class
+    if own is None and not isinstance(getattr_static(type(m), 'forward'), staticmethod): return of_class
     if getattr(own, '__self__', None) is m: return own.__func__
     f = own or of_class
     return functools.wraps(f, updated=())(lambda m, *args, **kwargs: f(*args, **kwargs))

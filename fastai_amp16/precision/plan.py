@@ -84,8 +84,7 @@ def is_half(
     m:nn.Module # Any module
 ) -> bool:
     "Are all weights of `m` in half precision, as in a frozen `backbone.half()`?"
-    has_weights = next(m.parameters(), None) is not None
-    return has_weights and all(p.dtype in half_types for p in m.parameters())
+    return next(m.parameters(), None) is not None and all(p.dtype in half_types for p in m.parameters())
 
 def _refuse(model, params):
     "Raise `ValueError` for a model that cannot train in half precision"
@@ -203,7 +202,9 @@ class PrecisionPlan:
 
     def _role(self, m):
         "How `m` runs, by the first rule that applies; `None` leaves it to autocast"
-        if m in self.half_parts: return self._half_role(m)
+        if m in self.half_parts:
+            weight = next(m.parameters(recurse=False), None) # torch's layers take no other dtype
+            return self._as(as_it_is, dtype=getattr(weight, 'dtype', None), is_whole=self.half_parts[m] is m)
         if m in self.in_kept: return self._as(in_true_fp32)
         if is_norm(m): return self._norm_role(m)
         if m in self.in_fp32: return self._as(in_fp32) # inside a norm
@@ -212,10 +213,6 @@ class PrecisionPlan:
         if m in self.in_own_code: return self._as(in_half, dtype=self.dtype)
 
     def _as(self, run, **options): return Role(run, dict(dev=self.device_type, **options))
-
-    def _half_role(self, m):
-        weight = next(m.parameters(recurse=False), None) # torch's layers take no other dtype
-        return self._as(as_it_is, dtype=getattr(weight, 'dtype', None), is_whole=self.half_parts[m] is m)
 
     def _norm_role(self, m):
         reads_half = _reads_half(m, self.device_type)

@@ -20,8 +20,7 @@ def emulates_bf16(
     device:torch.device # Of the model
 ) -> bool:
     "Does the GPU only emulate bf16? NVIDIA's do below compute capability 8.0 (T4, V100, RTX 20xx)"
-    is_nvidias = device.type=='cuda' and torch.version.hip is None
-    return is_nvidias and torch.cuda.get_device_capability(device)<(8,0)
+    return device.type=='cuda' and torch.version.hip is None and torch.cuda.get_device_capability(device)<(8,0)
 
 def cudnn_has_bf16() -> bool:
     "Does cuDNN compute recurrent layers in bf16? It does from 9.13 on, and PyTorch asks it to from 2.10 on"
@@ -34,8 +33,7 @@ def recurrent_dtype(
     "What recurrent layers compute in"
     # oneDNN has no fp16 kernels for them, and bf16 ones for some CPUs only: others raise
     if device.type=='cpu':
-        has_kernels = dtype==torch.bfloat16 and knows_bf16()
-        return dtype if has_kernels else torch.float32
+        return dtype if dtype==torch.bfloat16 and knows_bf16() else torch.float32
     if dtype!=torch.bfloat16 or device.type!='cuda': return None
     if torch.version.hip or emulates_bf16(device): return None
     return dtype if cudnn_has_bf16() else torch.float32 # torch's own kernels run one step of the sequence at a time

@@ -14,8 +14,7 @@ from .plan import outermost
 def _refuse_swap(model, old, new):
     "Raise an error if modules of class `old` cannot be replaced in `model` by what `new` makes"
     if not isinstance(old, type):
-        name = old if isinstance(old, str) else type(old).__name__
-        cls = class_named(name, model)
+        cls = class_named(old if isinstance(old, str) else type(old).__name__, model)
         such_as = f', {cls}' if cls else ''
         raise TypeError(f"swap_module takes the class of the modules to replace{such_as}, and got {old!r}.")
     if isinstance(new, nn.Module) or not callable(new):
@@ -47,11 +46,6 @@ def _instead_of(m, new):
     if isinstance(res, nn.Module): return res
     raise TypeError(f"swap_module replaces nothing, since {name} made {res!r}, which is not a module.")
 
-def _like(m, model):
-    "The device and the training mode of the module `m`"
-    ts = (t for o in (m,model) for t in (*o.parameters(), *o.buffers()))
-    return first(t.device for t in ts),m.training
-
 def swap_module(
     model:nn.Module, # Changed in place
     old:type, # Replace modules of this class and of its subclasses
@@ -67,8 +61,8 @@ def swap_module(
     called = _called(model, old)
     swapped = {m: _instead_of(m, new) for m in dict.fromkeys(called.values())} # all, before anything changes
     for name,m in called.items():
-        device,training = _like(m, model)
-        model.set_submodule(name, swapped[m].to(device=device).train(training))
+        device = first(t.device for o in (m,model) for t in (*o.parameters(), *o.buffers()))
+        model.set_submodule(name, swapped[m].to(device=device).train(m.training))
     for m in model.modules(): # the fast path of such a layer knows two activations only
         if not isinstance(m, nn.TransformerEncoderLayer): continue
         if m.activation in swapped.values(): m.activation_relu_or_gelu = 0

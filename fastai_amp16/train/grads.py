@@ -62,7 +62,6 @@ class Leaves:
         self.in_opt = _by_id(chain.from_iterable(lists))
         self.others = _by_id(p for p in self.own if p.requires_grad and id(p) not in self.in_opt)
         self.had = {}
-        self.present = []
         self.look()
 
     def __contains__(self, t): return any(id(t) in o for o in (self.in_opt,self.others))

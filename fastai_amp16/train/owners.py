@@ -10,7 +10,7 @@ import inspect
 from collections import deque
 from fastai.basics import *
 from ..precision.plan import is_half,norm_types
-from ..util.nested import entries
+from ..util.nested import inner
 from ..util.torch_private import buffers_of,compiled_call
 
 # %% ../../nbs/train/02_owners.ipynb #52ffa5f1
@@ -22,7 +22,7 @@ def with_entries(
     "`o`, and its entries if it is a small container"
     if not isinstance(o, (list,tuple,deque,dict)): return [o]
     if len(o)>_few: return [o]
-    return [o,*entries(o)]
+    return [o,*inner(o)]
 
 def _walk(o, name=''):
     "Iterate over the modules, and other objects with attributes, in a model or what trains it, with names"
@@ -34,10 +34,10 @@ def _walk(o, name=''):
     elif type(getattr(o, '__dict__', None)) is dict:
         is_fastais = isinstance(o, (Learner,Callback))
         if not is_fastais: yield name,o # those are noted by `LearnerState`
-        for k,v in vars(o).items():
-            if is_fastais and k in ('model','loss_func'): continue # they may be wrapped
-            for m in with_entries(v):
-                if isinstance(m, nn.Module): yield from _walk(m, f'{name}.{k}')
+        left_out = ('model','loss_func') if is_fastais else () # they may be wrapped
+        held = [(k,m) for k,v in vars(o).items() if k not in left_out for m in with_entries(v)]
+        for k,m in held:
+            if isinstance(m, nn.Module): yield from _walk(m, f'{name}.{k}')
 
 def compared(
     owners:list # From `find_owners`

@@ -56,8 +56,7 @@ class Ranks:
 
         Raises `RankFailed` if one of them calls `fail` instead."""
         res = self._gather((o,None))
-        reasons = enumerate(why for _,why in res)
-        failed = [f'Rank {i} {why}' for i,why in reasons if why is not None]
+        failed = [f'Rank {i} {why}' for i,(_,why) in enumerate(res) if why is not None]
         if failed: raise RankFailed('; '.join(failed))
         return [o for o,_ in res]
 

@@ -18,10 +18,6 @@ from ..util.torch_private import hooks_of,no_torch_function
 from .snapshot import LearnerState,ModelState
 
 # %% ../../nbs/train/05_rerun.ipynb #b932aa01
-def _is_ours(hook):
-    module = getattr(getattr(hook, 'func', hook), '__module__', None) or ''
-    return module.startswith('fastai_amp16.')
-
 def _with_true(hook, scale, grad):
     "Call `hook` with the true gradient; what has overflowed stays infinite, since the batch runs again for that"
     res = hook(grad/scale)
@@ -99,7 +95,8 @@ class Gradients:
     def _replace(self, dicts, call, scale):
         for hooks in dicts:
             for k,hook in hooks.items():
-                if _is_ours(hook): continue
+                module = getattr(getattr(hook, 'func', hook), '__module__', None)
+                if str(module).startswith('fastai_amp16.'): continue # ours
                 self.hooks.append((hooks,k,hook))
                 hooks[k] = partial(call, hook, scale)
 

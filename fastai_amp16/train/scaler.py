@@ -50,6 +50,7 @@ def _check_policy(dynamic, **numbers):
     require(isinstance(dynamic, bool), DynamicScaler.__name__, 'dynamic', dynamic,
             f'True or False (for a static scale: dynamic=False, init_scale={scale})')
 
+_own = '_tolerance','proven','_target','_calm' # entries of a state, besides torch's
 _valid_state = { # for each entry of a state: what is valid, and that in words
     'scale': (lambda o: _is_number(o) and o>=0, 'a number that is not negative'),
     'growth_factor': (lambda o: _is_number(o) and 1<o<math.inf, 'a finite number above 1'),
@@ -132,8 +133,7 @@ class DynamicScaler(GradScaler):
 
     def _found_inf(self):
         "What torch's `step` and `unscale_` have found"
-        states = self._per_optimizer_states.values()
-        found = [t for s in states for t in s['found_inf_per_device'].values()]
+        found = [t for o in self._per_optimizer_states.values() for t in o['found_inf_per_device'].values()]
         if not found:
             raise RuntimeError("DynamicScaler.update() does not know whether gradients overflowed: "
                                "call step() or unscale_() on an optimizer with gradients first, or pass found_inf.")
@@ -142,8 +142,7 @@ class DynamicScaler(GradScaler):
     def state_dict(self) -> dict:
         "The state of torch's own, plus what tells when the scale backs off, and where to; empty if disabled"
         if not self._enabled: return {}
-        own = {k: getattr(self, k) for k in ('_tolerance','proven','_target','_calm')}
-        return {**super().state_dict(), **own}
+        return {**super().state_dict(), **{k: getattr(self, k) for k in _own}}
 
     def load_state_dict(self,
         state_dict:dict # From this class or from `torch.amp.GradScaler`
@@ -154,16 +153,15 @@ class DynamicScaler(GradScaler):
         entry, and then changes nothing."""
         if not self.moves: return
         name = DynamicScaler.__name__
-        is_state = isinstance(state_dict, dict) and len(state_dict)>0
-        require(is_state, name, 'state_dict', state_dict, 'the state of an enabled GradScaler')
+        require(isinstance(state_dict, dict) and state_dict, name,
+                'state_dict', state_dict, 'the state of an enabled GradScaler')
         state = {'_tolerance':self.hysteresis, 'proven':True, '_target':None, '_calm':0, **state_dict}
         for k,(is_valid,allowed) in _valid_state.items():
             value = state.get(k)
             require(is_valid(value), name, k, value, allowed)
         super().load_state_dict(state)
-        self._tolerance = min(state['_tolerance'], self.hysteresis)
-        self.proven = state['proven']
-        self._target,self._calm = state['_target'],state['_calm']
+        for k in _own: setattr(self, k, state[k])
+        self._tolerance = min(self._tolerance, self.hysteresis)
         self._set_scale(self._init_scale)
 
     @property
@@ -183,21 +181,18 @@ class DynamicScaler(GradScaler):
             if self._target and self._target<=scale: self._target = None
             self._set_scale(scale)
         elif self._target is None: self._set_scale(self._next_scale(False))
-        else: self._return_to_target()
+        else: # double the scale after some healthy steps, until it is where an outlier found it
+            self._calm += 1
+            if self._calm<_calm_steps: return
+            self._calm = 0
+            self._set_scale(min(self._init_scale*self._growth_factor, self._target))
+            if self._init_scale>=self._target: self._target = None
 
     def _fell(self, scale, was_proven):
         now = self._init_scale
         self._init_growth_tracker = self._calm = 0
         self._tolerance -= 1
         if was_proven and self._tolerance>0: return # this batch may be an exception
-        is_outlier = was_proven and scale<now*self._backoff_factor
-        self._target = max(self._target or 0, now) if is_outlier else None
+        # an outlier does not show what later batches take
+        self._target = max(self._target or 0, now) if was_proven and scale<now*self._backoff_factor else None
         self._set_scale(scale)
-
-    def _return_to_target(self):
-        "Double the scale after some healthy steps, until it is where an outlier found it"
-        self._calm += 1
-        if self._calm<_calm_steps: return
-        self._calm = 0
-        self._set_scale(min(self._init_scale*self._growth_factor, self._target))
-        if self._init_scale>=self._target: self._target = None

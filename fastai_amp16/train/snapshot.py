@@ -21,8 +21,6 @@ from .weights import FrozenWeights,KeptWeights
 from ..util.torch_private import compiled,hooks_added,no_torch_function,versions
 
 # %% ../../nbs/train/03_snapshot.ipynb #52ffa5ff
-def _is_for_hooks(name): return re.search('ward_(pre_)?hooks', name) # on forward and backward passes
-
 def _floats_in(o):
     "A number, or the floating point tensors in `o` and in containers directly in it, as tensors"
     if isinstance(o, float): return [torch.tensor(o)]
@@ -49,7 +47,8 @@ class ModelState:
         self.n_steps = 0
         self.named = [(n,d) for n,o in compared(owners) for d in attributes_of(o)]
         self.modes = [vars(m) for m in modules if 'training' in vars(m)] # unlike those of TorchScript
-        self.hooks = [d for m in modules for k,d in vars(m).items() if _is_for_hooks(k)]
+        # those on forward and backward passes
+        self.hooks = [d for m in modules for k,d in vars(m).items() if re.search('ward_(pre_)?hooks', k)]
         self.params = list(dict.fromkeys(p for m in modules for p in m.parameters(recurse=False)))
         self.leaves = Leaves(self.params)
         self._sort_params({p for m in held for p in m.parameters()})
@@ -75,8 +74,8 @@ class ModelState:
     def _idle(self):
         "The notes of modules with a forward pass of their own that have not run, and in which nothing has changed"
         modules = list(self.model.modules())
-        def hides(m): return compiled(m) or isinstance(m, torch.jit.ScriptModule) # what runs in it
-        if any(map(hides, modules)): return {}
+        # these hide what runs in them
+        if any(compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in modules): return {}
         idle = [m for m in modules if id(m) not in self.ran and type(m).forward is not nn.Module.forward]
         restless = self.attrs.restless() if idle else ()
         def is_calm(m): return not any(id(d) in restless for d in attributes_of(m))
@@ -136,10 +135,9 @@ class ModelState:
         "A value that changes with writes to weights; torch does not count those to `.data`, so it has a few numbers"
         at = [p.data_ptr() for p in self.some]
         if at!=self.at:
-            def first_few(p): return p.detach().as_strided((min(128, p.numel()),), (1,)) # in any memory format
-            by_device = groupby(map(first_few, self.some), operator.attrgetter('device'))
+            few = [p.detach().as_strided((min(128, p.numel()),), (1,)) for p in self.some] # in any memory format
             self.at = at
-            self.few = list(by_device.values())
+            self.few = list(groupby(few, operator.attrgetter('device')).values())
         numbers = [torch.cat(ts).view(torch.uint8) for ts in self.few] # as NaN is not equal to itself
         return sum(versions(self.not_written)),numbers
 
@@ -148,8 +146,7 @@ class ModelState:
         for n,d in self.named:
             for k,v in d.items():
                 if k in torchs: continue
-                name = f'{n}.{k}'.lstrip('.')
-                yield name,d,k,_floats_in(v)
+                yield f'{n}.{k}'.lstrip('.'),d,k,_floats_in(v)
 
     def carried(self) -> list: # Pairs of a dotted name and a tensor
         "What modules other than torch's norms carry from batch to batch, as tensors, without parameters"
@@ -287,8 +284,8 @@ class AllNoted:
             self.ends = [o.end for o in states]
         modules,state = states
         self.back = [modules.note(), state.note(RandomStates())[0]]
-        self.learn = learn
-        self.names = set(vars(learn))
+        self.own = vars(learn)
+        self.names = set(self.own)
         self.params = modules.params
         self.grads = [(p,p.grad) for p in modules.params]
         dicts = vars(learn), *others, *(d for _,d in modules.named)
@@ -299,7 +296,7 @@ class AllNoted:
         for f in self.back: f()
         for d,before in self.exact: d.update(before)
         for f in self.ends: f()
-        for k in vars(self.learn).keys()-self.names: del vars(self.learn)[k] # xb, say
+        for k in self.own.keys()-self.names: del self.own[k] # xb, say
         for p,g in self.grads: p.grad = g
 
 @contextmanager

@@ -95,9 +95,8 @@ class Step(Attempts):
 
     def judge(self):
         "Find out what came of the gradients, unless that is known and nobody has written to them since"
-        learn = self.batches.learn
         self.batches.gradients.rescale(1.) # after code which has scaled a loss by `learn.scaler`
-        if self.lacks_backward and not learn.loss.isfinite().all(): # cancelled because of half precision?
+        if self.lacks_backward and not self.batches.learn.loss.isfinite().all(): # cancelled because of half precision?
             self.outcome,self.norm = Outcome.broken,math.nan
             return
         if self.is_skipped: return
@@ -224,21 +223,15 @@ def _results(self:Step):
     with no_torch_function(): return [t for k in names for t in tensors(vars(learn).get(k))]
 
 @patch
-def _are_results_bad(self:Step, before):
-    "Are new predictions or a new loss infinite or NaN on any rank, or known to be wrong?"
-    new = [t for t in self._results() if not any(t is b() for b in before)]
-    device = self.batches.model_state.params[0].device
-    def n_bad(t): return (~stored(t.detach()).isfinite().all()).to(device).float()
-    n, = self.ranks.read([sum(map(n_bad, new))+self.is_silent])
-    return n>0
-
-@patch
 def _judge_results(self:Step,
     before # References to predictions and loss from before the attempt
 ):
     "Judge a batch without a step: is it done?"
     if self.unusable or not self.rerun: return True
-    bad = self._are_results_bad(before)
+    new = [t for t in self._results() if not any(t is b() for b in before)]
+    device = self.batches.model_state.params[0].device
+    def is_bad(t): return (~stored(t.detach()).isfinite().all()).to(device).float()
+    bad, = self.ranks.read([sum(map(is_bad, new))+self.is_silent]) # how many, on any rank
     if not bad and self.kind is not Next.reference: return True
     if self.decide(Outcome.broken if bad else Outcome.fine) is not Next.skip: return False
     if self.batches.learn.training: self.batches.restore()

@@ -19,7 +19,7 @@ from fastcore.basics import store_attr
 from fastcore.foundation import L
 from torch import Tensor,nn
 from .copies import Tensors
-from .nested import entries,filled
+from .nested import filled,inner
 
 # %% ../../nbs/util/02_notes.ipynb #a98a28ab
 def _others():
@@ -169,7 +169,7 @@ class Value:
         if isinstance(o, list) and len(o)>_short: return self._log(o)
         if len(o)>_huge: return o
         copy = o if isinstance(o, tuple) else o.copy() # before anything else, since another thread may write to `o`
-        old = entries(copy)
+        old = inner(copy)
         new = old if len(old)>_long else list(map(self._note, old))
         if not all(map(operator.is_, new, old)): return filled(copy, new)
         if isinstance(o, tuple): return o
@@ -246,16 +246,13 @@ class Attributes:
         self.entries = [e for _,o in pairs for e in o]
         self.calm_tensors = [t for v in self.calm.values() for t in v.tensors]
 
-    def _changed_inside(self):
-        "The indices of values with other entries than in the last note"
-        now = list(chain.from_iterable(self.contents))
-        is_same = list(map(len, self.contents))==self.lengths and all(map(operator.is_, now, self.entries))
-        return () if is_same else [i for i,v in self.calm.items() if v.has_changed()]
-
     def _look_again(self, values):
         "Look into what has changed"
+        now = list(chain.from_iterable(self.contents))
+        is_same = list(map(len, self.contents))==self.lengths and all(map(operator.is_, now, self.entries))
+        inside = () if is_same else [i for i,v in self.calm.items() if v.has_changed()]
         changed = compress(range(len(values)), map(operator.is_not, values, self.known))
-        indices = {*changed, *self.busy, *self._changed_inside()}
+        indices = {*changed, *self.busy, *inside}
         n_calm = len(self.calm)
         self.changed |= indices
         for i in indices:
