@@ -48,7 +48,7 @@ def _check_batch(learn, b):
 
 # %% ../nbs/03_ask.ipynb #5b1f0c2e
 def _runs(cb, event):
-    "Call a callback; if it raises, once more after the events that begin a fit. Did it run?"
+    "Call a callback; if it raises, once more after the events that begin a fit. Return whether it ran"
     for events in ([event], ['before_fit','before_epoch','before_train',event]):
         try:
             for o in events: cb(o)

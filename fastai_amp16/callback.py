@@ -85,7 +85,7 @@ class DynamicMixedPrecision(MixedPrecision):
 
     @property
     def training(self) -> bool:
-        "Is the learner in training? fastai asks at each event, and its own way to find out takes ten times as long"
+        "Whether the learner is in training, which fastai asks at each event, in a way that takes ten times as long"
         return self.learn.training
     @property
     def dtype(self) -> torch.dtype:
@@ -251,7 +251,7 @@ class DynamicMixedPrecision(MixedPrecision):
         self.scales.append(step.scale)
 
     def skip_step(self):
-        "Restore everything, count the skipped step, and end the fit if too many batches in a row could not be used"
+        "Restore modules, count the skipped step, and end the fit if too many batches in a row could not be used"
         step,scale = self.step,self.scaler.get_scale()
         self.skipped,step.done = not step.lacks_backward,True
         if step.lacks_backward: return # the step has no gradients in fp32 either
@@ -306,7 +306,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if is_first and self.compares(): entry.around_next = partial(self.comparison.make, self.step, self.plan)
 
     def compares(self):
-        "Is it time to compare predictions with fp32's?"
+        "Return whether it is time to compare predictions with fp32's"
         if not self.plan.in_half: return False
         if self.training: return self.comparison.is_due
         if vars(self.learn).get('iter'): return False # not the first batch of a validation

@@ -95,7 +95,7 @@ class _FastaisFP16(MixedPrecision):
         return pd.DataFrame(self.rows, columns=['step','loss_scale','reruns','skipped'])
 
 def _is_hopeless(learn):
-    "Were all steps skipped so far?"
+    "Return whether all steps were skipped so far"
     return hasattr(learn, 'mixed_precision') and learn.mixed_precision.history.skipped.all()
 
 class _EndIfHopeless(Callback):

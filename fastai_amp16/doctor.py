@@ -187,7 +187,7 @@ def _roots(opt):
                 yield averages.sqrt(),hyper['eps']
 
 def _large_eps(case):
-    "Is eps larger than what Adam divides by, for most weights? Those that never had a gradient do not count"
+    "Return whether eps is larger than what Adam divides by, for most weights that ever had a gradient"
     if not case.learn.opt: return
     found = [(root[root>0],eps) for root,eps in _roots(case.learn.opt)]
     total = sum(len(root) for root,_ in found)
@@ -234,7 +234,7 @@ class Device:
 
     @property
     def tensor_cores(self) -> bool:
-        "Has it tensor cores?"
+        "Whether it has tensor cores"
         if self.capability is None or re.search(_turing_without, self.name): return False
         return self.capability>=(7,0)
 
@@ -301,7 +301,7 @@ def _recurrent(case, device):
         found[1:])
 
 def _mixes_channels(m):
-    "Is it a convolution that tensor cores compute with gain?"
+    "Return whether it is a convolution that tensor cores compute with gain"
     if not isinstance(m, nn.Conv2d) or m.groups>1: return False
     return max(m.kernel_size)>1 and m.in_channels>1
 

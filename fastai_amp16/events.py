@@ -50,6 +50,6 @@ class ActingCallbacks:
 _look_up = Callback.__call__,DynamicMixedPrecision.__call__ # these call the method that has the event's name
 
 def _acts(cb, event_name):
-    "Does the callback do anything at this event?"
+    "Return whether the callback does anything at this event"
     if type(cb).__call__ not in _look_up: return True
     return hasattr(cb, event_name) and getattr(type(cb), event_name, None) is not noop

@@ -113,7 +113,7 @@ def plot(self:DynamicMixedPrecision,
 Learner._fitting = False # is a fit running?
 
 def looking(learn:Learner): # Any learner
-    "Does `learn` run a batch only to look at it, without keeping its effects?"
+    "Return whether `learn` runs a batch only to look at it, without keeping its effects"
     mp = running(learn)
     if not mp: return False
     if mp.is_diagnosing: return True
@@ -203,7 +203,7 @@ def _while_patched(learn, f):
     finally: leave() # once more, since a Ctrl-C may have come before or within the first one
 
 def _can_compute_half(mp):
-    "Can `learn.model` compute in half precision? A replacement during a validation may not"
+    "Return whether `learn.model` can compute in half precision; a replacement during a validation may not"
     try: return bool(mp.ready())
     except ValueError: return False
 

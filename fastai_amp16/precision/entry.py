@@ -65,7 +65,7 @@ def _note_inputs(res, inputs):
         if t.grad_fn is not None and t.grad_fn not in came_in: t.grad_fn.metadata[_came_in] = came_in
 
 class _Inside(local):
-    "Is a forward pass under way? Each thread has its own answer: another one may call the model as well"
+    "Whether a forward pass is under way, for each thread by itself: another one may call the model as well"
     now = False
 
 _nothing = object() # where nothing is patched yet
@@ -167,7 +167,7 @@ class Entry:
         return self._pass(run, m, args, kwargs)
 
     def _is_in_autocast(self):
-        "Has an activation checkpoint restored the autocast of a forward pass, of which it runs a part again?"
+        "Return whether an activation checkpoint has restored the autocast of a forward pass, to run a part of it again"
         return torch.is_autocast_enabled(self._plan.device_type) or not torch.is_autocast_cache_enabled()
 
     def _inside(self, run, m, args, kwargs):

@@ -33,7 +33,7 @@ def _matcher(entry):
                     f"(name, module) -> bool, and got {got}.")
 
 def _takes_two(entry):
-    "Can `entry` be called with a name and a module? Some built-in functions do not say"
+    "Return whether `entry` can be called with a name and a module; some built-in functions do not say"
     try: inspect.signature(entry).bind('', None)
     except TypeError: return False
     except ValueError: pass
@@ -116,7 +116,7 @@ def covers(
     names:list, # Names as in `keep_fp32`, without `*`
     name:str # Likewise
 ) -> bool:
-    "Is `name` kept in fp32 by `names`, itself or with a module around it?"
+    "Return whether `names` keep `name` in fp32, itself or with a module around it"
     return any(o in ('',name) or name.startswith(o+'.') for o in names)
 
 def keep_code(

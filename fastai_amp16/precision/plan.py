@@ -58,7 +58,7 @@ norm_types = (*_torchs_norms, _RegisteredNorm)
 def is_norm(
     m:nn.Module # Any module
 ) -> bool:
-    "Is `m` a normalization layer: one of `norm_types`, or without children and with `Norm` in its class's name?"
+    "Return whether `m` is a normalization layer: in `norm_types`, or childless and with `Norm` in its class's name"
     if isinstance(m, norm_types): return True
     return 'norm' in type(m).__name__.lower() and not [*m.children()]
 
@@ -83,7 +83,7 @@ def unwrap(
 def is_half(
     m:nn.Module # Any module
 ) -> bool:
-    "Are all weights of `m` in half precision, as in a frozen `backbone.half()`?"
+    "Return whether all weights of `m` are in half precision, as in a frozen `backbone.half()`"
     return next(m.parameters(), None) is not None and all(p.dtype in half_types for p in m.parameters())
 
 def _refuse(model, params):
@@ -113,11 +113,11 @@ def _refuse_several_devices(model):
 
 # %% ../../nbs/precision/04_plan.ipynb #9009932a
 def _is_torchs(m):
-    "Does `m` run code of torch's?"
+    "Return whether `m` runs torch's code"
     return type(m).__module__.startswith('torch.nn.') and own_forward(m) is None
 
 def _reads_half(m, device_type):
-    "Does the kernel of torch's norm `m` read half precision, compute in fp32, and take fp32 weights if there are any?"
+    "Return whether the kernel of torch's norm `m` reads half precision, computes in fp32, and takes fp32 weights"
     if device_type!='cuda' or not _is_torchs(m): return False
     if isinstance(m, nn.LayerNorm): return m.weight is None
     return isinstance(m, (*_batch_norms, *_instance_norms))
@@ -242,7 +242,7 @@ class PrecisionPlan:
         if are_cast: raise TypeError(no_half_masters)
 
     def _restore_masters(self):
-        "Restore the weights that code has cast to half precision; were there any?"
+        "Restore the weights that code has cast to half precision; return whether there were any"
         cast = [(p,data) for p,data in self.masters if p.dtype in half_types]
         for p,data in cast: p.data = data
         if self.n_passes==_checked[-1]: self.masters = None

@@ -19,11 +19,11 @@ from ..util.torch_private import knows_bf16
 def emulates_bf16(
     device:torch.device # Of the model
 ) -> bool:
-    "Does the GPU only emulate bf16? NVIDIA's do below compute capability 8.0 (T4, V100, RTX 20xx)"
+    "Return whether the GPU only emulates bf16, as NVIDIA's do below compute capability 8.0 (T4, V100, RTX 20xx)"
     return device.type=='cuda' and torch.version.hip is None and torch.cuda.get_device_capability(device)<(8,0)
 
 def cudnn_has_bf16() -> bool:
-    "Does cuDNN compute recurrent layers in bf16? It does from 9.13 on, and PyTorch asks it to from 2.10 on"
+    "Return whether cuDNN computes recurrent layers in bf16: from 9.13 on, and PyTorch asks it to from 2.10 on"
     return torch.__version__>=(2,10) and (torch.backends.cudnn.version() or 0)>=91300
 
 def recurrent_dtype(
@@ -72,7 +72,7 @@ def is_recurrent_with_dropout(
     func, # Any function
     args:tuple # Its arguments
 ) -> bool:
-    "Is `func` the call of several recurrent layers with dropout between them?"
+    "Return whether `func` is the call of several recurrent layers with dropout between them"
     if func not in _calls: return False
     _,n_layers,dropout,training,*_ = _options(args)
     return training and dropout>0 and n_layers>1

@@ -16,12 +16,12 @@ class Outcome(Enum):
     "The result of an attempt"
     fine = 'the gradients are finite'
     overflow = 'the loss is finite, but the gradients are not: a lower loss scale may help'
-    broken = 'the forward pass is not finite, or an exception was raised: no loss scale helps'
+    broken = 'predictions are not finite or wrong, or an exception was raised: no loss scale helps'
 
 class Next(Enum):
     "What to do after an attempt"
     step = 'take the step'
-    again = 'run the batch again at another loss scale'
+    again = 'run the batch again in half precision'
     reference = 'run the batch again in fp32, to see whether half precision is at fault at all'
     diagnose = 'find out what is at fault, and keep it in fp32'
     fp32 = 'run the batch again in fp32 and take that step, since nothing else helps'
@@ -50,7 +50,7 @@ class Reading(NamedTuple):
 
 # %% ../../nbs/train/06_decide.ipynb #e02a811e
 _coarse = 2.**-8 # two such factors span the range that fp16 holds in full precision
-_backoffs,_tries = 2,3 # number of halvings of a scale that has worked; failed attempts before a diagnosis
+_backoffs,_tries = 2,3 # halvings of a scale that has worked; lower scales that are tried before a diagnosis
 
 def _lower_scale(overflow_scales, floor, proven):
     "The first scale to try below all that failed"
@@ -82,7 +82,7 @@ def are_too_large(
     norm:float, # Of the gradients in half precision
     reference:float # Of those in fp32, or the largest of the steps before
 ) -> bool:
-    "Are gradients so much larger than fp32's that half precision has made them wrong?"
+    "Return whether gradients are so much larger than fp32's that half precision has made them wrong"
     return norm>_times*reference
 
 @dataclass(kw_only=True)
@@ -93,28 +93,28 @@ class Attempts:
     static:bool = False # Is the loss scale static?
     proven:bool = False # Were steps taken at this loss scale, or at the one that it grew or fell from?
     can_rerun:bool = True # Can the batches of this step run again?
-    can_heal:bool = True # May layers be kept in fp32? If not, no attempt runs in fp32
+    can_heal:bool = True # May layers be kept in fp32, or a step be taken in fp32?
     fp32_first:bool = False # Try fp32 before anything else, since earlier diagnoses found nothing?
     largest_norm:float = math.inf # The largest norm of the gradients in the steps before
     # what was tried
     finite_scales:list = field(default_factory=list) # Loss scales at which the gradients were finite
     overflow_scales:list = field(default_factory=list) # Loss scales at which they were not
     diagnoses:int = 0 # Number of diagnoses
-    unusable:bool = False # Is it known that no precision helps?
+    unusable:bool = False # Is the step skipped in any case?
     suspect_norm:float = None # The norm of gradients that were so large that fp32 was asked for its own
     # the present attempt
-    kind:Next = Next.again # `again` for half precision; for fp32 `fp32`, or `reference`, which takes no step
+    kind:Next = Next.again # `again` for half precision, `fp32` for fp32, `reference` to see what fp32 does
     scale:float = 1. # The loss scale
     norm:float = None # Norm of the gradients, if known
 
     @property
     def in_fp32(self) -> bool:
-        "Does the present attempt run in fp32?"
+        "Whether the present attempt runs in fp32"
         return self.kind is not Next.again
 
     @property
     def is_suspect(self) -> bool:
-        "Are the gradients so large that fp32 should be asked for its own?"
+        "Whether the gradients are so large that fp32 should be asked for its own"
         if self.norm is None: return False
         if self.suspect_norm is not None: return False # asked before
         if not (self.can_heal and self.can_rerun): return False
@@ -123,7 +123,7 @@ class Attempts:
 
     @property
     def compares_norms(self) -> bool:
-        "Does the present attempt run in fp32 because gradients were suspect?"
+        "Whether the present attempt runs in fp32 because gradients were suspect"
         return self.kind is Next.reference and self.suspect_norm is not None
 
     def note(self,
@@ -180,7 +180,7 @@ def what_next(
     tried:Attempts, # What is known about the step
     outcome:Outcome # Result of the last attempt
 ) -> Decision:
-    "Decide what to do after an attempt, whose scale is in `tried.finite_scales` or `tried.overflow_scales`"
+    "Decide what to do after an attempt, once `tried.note(outcome)` was called"
     if tried.unusable: return Decision(Next.skip)
     if outcome is not Outcome.fine and not tried.can_rerun: return Decision(Next.skip)
     if tried.in_fp32: return _after_fp32(tried, outcome)

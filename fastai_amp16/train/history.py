@@ -68,7 +68,7 @@ class History:
 
     @property
     def fp32_first(self) -> bool:
-        "Should a bad batch run in fp32 first, since diagnoses in this fit found nothing that helps?"
+        "Whether a bad batch should run in fp32 first, since diagnoses in this fit found nothing that helps"
         return self.unhelpful_diagnoses>=_most_unhelpful
 
     @property

@@ -67,15 +67,15 @@ class Ranks:
         self._gather((None,why))
 
     def any(self, o): # True or false on this rank
-        "Is `o` true on any rank?"
+        "Return whether `o` is true on any rank"
         return any(self.gather(bool(o)))
 
     def all(self, o): # True or false on this rank
-        "Is `o` true on every rank?"
+        "Return whether `o` is true on every rank"
         return all(self.gather(bool(o)))
 
     def all_raise(self) -> bool:
-        """Call this on a rank that raises: do all ranks raise?
+        """Return whether all ranks raise; call this on each rank that does
 
         The others may be in a collective operation, so the ranks count themselves in the store of the
         process group. Waits a minute for them."""

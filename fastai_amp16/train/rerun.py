@@ -139,7 +139,7 @@ def may_be_halfs(
     e:Exception, # Raised in a batch
     learn:Learner # Whose batch it was
 ) -> bool:
-    "May half precision be why `e` was raised? Not in a callback or the optimizer, outside forward passes of these"
+    "Return whether half precision may have raised `e`: in callbacks and the optimizer, in forward passes only"
     step = inspect.unwrap(getattr(learn.opt, 'step', None)) # a wrapper has that of the optimizer in it
     zones = {Learner.__call__.__code__: False, getattr(step, '__code__', None): False, Entry._inside.__code__: True}
     for frame,_ in reversed([*traceback.walk_tb(e.__traceback__)]):
@@ -198,13 +198,13 @@ class Batches:
         self.learner_state.end()
 
     def has_changed(self) -> bool:
-        "Has a weight changed since the start of the step, also by a write to `p.data`? Waits for the GPU"
+        "Return whether a weight has changed since the start of the step, or its `.data`; waits for the GPU"
         marks,values = self.model_state.weights()
         marks_before,values_before = self.weights
         return marks!=marks_before or not all(map(torch.equal, values, values_before))
 
     def can_rerun(self) -> bool:
-        "Can everything that changed since the start of the step be restored?"
+        "Return whether everything that changed since the start of the step can be restored"
         if not self.in_memory or any(cannot_restore() for _,cannot_restore in self.notes): return False
         return not self.has_changed()
 

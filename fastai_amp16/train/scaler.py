@@ -28,7 +28,7 @@ def require(
     if not ok: raise ValueError(f"{who}: {name}={value!r} is not valid; it must be {allowed}.")
 
 def _is_number(o):
-    "Is it a number? `True` is none"
+    "Return whether it is a number; `True` is none"
     return isinstance(o, Real) and not isinstance(o, bool)
 
 def _is_whole(o): return _is_number(o) and o%1==0 # neither infinity nor NaN is
@@ -166,7 +166,7 @@ class DynamicScaler(GradScaler):
 
     @property
     def moves(self) -> bool:
-        "Does the scale change from step to step?"
+        "Whether the scale changes from step to step"
         return self._enabled and self.dynamic
 
     def took(self,

@@ -142,7 +142,7 @@ class ModelState:
         return sum(versions(self.not_written)),numbers
 
     def _all_held(self):
-        "Iterate over the attributes that hold floating point numbers, as a name, a dict, a key and tensors"
+        "Iterate over attributes, each as a name, a dict, a key and the floating point tensors in it"
         for n,d in self.named:
             for k,v in d.items():
                 if k in torchs: continue
@@ -169,7 +169,7 @@ _not_noted = *_of_batch,*_results,*in_a_fit,'dl','dls','scaler' # attributes of 
 _within = 'before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step'
 
 def _acts(cb):
-    "May a batch change what the callback has? fastai's own may act only after it, as a `Recorder` does"
+    "Return whether a batch may change what the callback has; fastai's own may act only after it, as a `Recorder` does"
     if isinstance(cb, MixedPrecision): return False # ours is restored elsewhere
     if not type(cb).__module__.startswith('fastai.'): return True
     return any(hasattr(type(cb), o) for o in _within)
@@ -183,7 +183,7 @@ class _Inputs:
 
     def are_written(self): return any(mark(t)!=before for t,before in self.marks)
     def are_lost(self):
-        "Has the batch written to one without a copy? None did so before"
+        "Return whether the batch has written to one without a copy, as none did before it"
         with no_torch_function(): return self.are_written() and not self.copies
 
     def restore(self):

@@ -52,22 +52,22 @@ class Step(Attempts):
 
     @property
     def is_skipped(self) -> bool:
-        "Is it decided that the step is skipped?"
+        "Whether it is decided that the step is skipped"
         return self.next.what is Next.skip
 
     @property
     def is_abandoned(self) -> bool:
-        "Does the batch run again? Then the attempt cannot be used, even if somebody's `except` has caught `Abandoned`"
+        "Whether the batch runs again; the attempt is of no use then, even if an `except` has caught `Abandoned`"
         return self.next.what not in (None,Next.step,Next.skip)
 
     @property
     def is_taken(self) -> bool:
-        "Is the step done, or is it decided that it will be taken?"
+        "Whether the step is done, or it is decided that it will be taken"
         return self.done or self.passes_at_decision is not None
 
     @property
     def lacks_backward(self) -> bool:
-        "Was there no backward pass so far? A callback may have cancelled it"
+        "Whether there was no backward pass so far; a callback may have cancelled it"
         return self.loss is None and self.ranks.size==1
 
     def begin_attempt(self,
@@ -115,7 +115,7 @@ class Step(Attempts):
 
     @property
     def is_silent(self) -> bool:
-        "Is the present attempt known to be wrong, although everything may be finite?"
+        "Whether the present attempt is known to be wrong, although everything may be finite"
         return self.silent and not self.in_fp32
 
     def _read(self, grads):
@@ -129,7 +129,7 @@ class Step(Attempts):
         return Reading(*self.ranks.read(list(numbers)))
 
     def may_be_taken(self) -> bool:
-        "May it, with what the model made if it ran after it was decided to take the step? The same on all ranks"
+        "Return whether the gradients are still finite if the model ran after the decision; the same on all ranks"
         if self.passes_at_decision in (None,self.batches.entry.passes): return True
         if self.is_skipped: return False
         self.batches.gradients.is_fresh = False # what ran since may have made others
@@ -176,7 +176,7 @@ class Step(Attempts):
 def attempt(self:Step,
     go # Function that makes the attempt
 ) -> bool:
-    "Make an attempt; is the batch done?"
+    "Make an attempt; return whether the batch is done"
     passes,before = self.batches.entry.passes,[*map(ref, self._results())]
     try:
         go()
@@ -196,7 +196,7 @@ def _is_done(self:Step,
     passes, # Number of forward passes before the attempt
     before # References to predictions and loss from before the attempt
 ):
-    "Is the batch done after an attempt that came to its end, or that a callback has cancelled?"
+    "Return whether the batch is done after an attempt that came to its end, or that a callback has cancelled"
     if self.is_abandoned: return False
     if self.batches.learn.training: # is the result known, or will it be when the step comes?
         if self.ranks.size>1: return True # the other ranks may have gone on to the step
@@ -207,7 +207,7 @@ def _is_done(self:Step,
 
 @patch
 def _may_be_cancelled(self:Step, passes, before): # As for `_is_done`
-    "May a callback cancel the batch? In training, not for what half precision has done to it"
+    "Return whether a callback may cancel the batch: in training, not for what half precision has done to it"
     if not self.batches.learn.training: return not self.is_abandoned
     if not self._is_done(passes, before): return False
     if self.unusable: self.batches.restore()
@@ -226,7 +226,7 @@ def _results(self:Step):
 def _judge_results(self:Step,
     before # References to predictions and loss from before the attempt
 ):
-    "Judge a batch without a step: is it done?"
+    "Judge a batch without a step; return whether it is done"
     if self.unusable or not self.rerun: return True
     new = [t for t in self._results() if not any(t is b() for b in before)]
     device = self.batches.model_state.params[0].device
@@ -240,7 +240,7 @@ def _judge_results(self:Step,
 # %% ../../nbs/train/07_step.ipynb #43fc7766
 @patch
 def _raised(self:Step, e):
-    "Handle an exception of an attempt: is the batch done? `None` to raise it"
+    "Handle an exception of an attempt; return whether the batch is done, or `None` to raise it"
     if not self.rerun or self.passes_at_decision is not None: return None
     if not may_be_halfs(e, self.batches.learn): return None
     if is_out_of_memory(e): return None # fp32 needs more

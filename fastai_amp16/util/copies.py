@@ -76,7 +76,7 @@ class _Copy:
         self.storage = t.untyped_storage() if self.mark[1] else None # as long as it lives, no other gets its address
 
     def is_current(self):
-        "Does the tensor hold these numbers now? Of weights, torch does not count all writes"
+        "Return whether the tensor holds these numbers now; of weights, torch does not count all writes"
         return type(self.t) is Tensor and mark(self.t)==self.mark
 
     def restore(self):

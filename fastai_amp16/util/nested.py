@@ -42,7 +42,7 @@ def inner(
     return list(dict.values(o) if isinstance(o, dict) else o) # a subclass may override `values`
 
 def _is_open(o, objects):
-    "Is `o` looked into? Mappings and `L` keep what they hold in an attribute, too"
+    "Return whether `o` is looked into; mappings and `L` keep what they hold in an attribute, too"
     if isinstance(o, (type,nn.Module)) or callable(o) or not hasattr(o, '__dict__'): return False
     return objects>0 or is_dataclass(o) or isinstance(o, (Mapping,L))
 
@@ -90,7 +90,7 @@ _operators = '__setitem__',*(f'__i{o}__' for o in 'add sub mul truediv floordiv 
 def is_in_place(
     func # A function of torch's, as a `TorchFunctionMode` gets it
 ) -> bool:
-    "Does `func` write to its first argument?"
+    "Return whether `func` writes to its first argument"
     name = getattr(func, '__name__', '')
     if name.endswith('__'): return name in _operators
     return name.endswith('_') and name not in _changes_no_numbers

@@ -109,7 +109,7 @@ def _is_tensor(cls): return issubclass(cls, Tensor) and not issubclass(cls, nn.P
 
 @cache
 def _may_be_in_record(cls):
-    "May an object have attributes of this class, and be noted with all of them?"
+    "Return whether an object may have attributes of this class, and be noted with all of them"
     if cls in _plain or cls in _kinds: return True
     return cls is L or _is_container(cls) or _is_tensor(cls)
 
@@ -135,7 +135,7 @@ class Value:
         self.is_empty = not any([self.restores, self.tensors, self.contents, self.is_restless])
 
     def has_changed(self) -> bool:
-        "Has a container in it other entries than before? Not asked if it is restless"
+        "Return whether a container in it has other entries than before; not asked if it is restless"
         return any(len(o)!=len(old) or any(map(operator.is_not, o, old)) for o,old in self.contents)
 
     def _note(self, v):

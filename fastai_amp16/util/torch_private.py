@@ -16,13 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 # %% ../../nbs/util/01_torch_private.ipynb #37a5184f
 def in_backward() -> bool:
-    """Is a backward pass running on this thread?
+    """Return whether a backward pass is running on this thread
 
     Without the name: no, so what a checkpoint computes again is a forward pass of its own."""
     return getattr(torch._C, '_current_graph_task_id', lambda: -1)()!=-1 # as activation checkpoints ask
 
 def in_func() -> bool:
-    "Is this in a transform of `torch.func`, whose tensors have no versions and addresses? Without the name: yes"
+    "Return whether this is in a transform of `torch.func`, whose tensors have no versions; without the name: yes"
     return getattr(torch._C, '_are_functorch_transforms_active', lambda: True)()
 
 # Public, but newer than torch 2.6, which traces by `is_compiling`
@@ -34,7 +34,7 @@ compiled_call = '_compiled_call_impl'
 
 # %% ../../nbs/util/01_torch_private.ipynb #53f39f12
 def knows_bf16() -> bool:
-    "Does the CPU have the instructions of oneDNN's bf16 kernels? Else an LSTM raises. Without the name: no"
+    "Return whether the CPU has the instructions of oneDNN's bf16 kernels, or an LSTM raises; without the name: no"
     return getattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', bool)()
 
 def inside_compiled(
@@ -46,7 +46,7 @@ def inside_compiled(
 def compiled(
     m:nn.Module # Any module
 ) -> bool:
-    "Is `m` what `torch.compile` returned, or compiled in place by `m.compile()`? Without the names: no"
+    "Return whether `torch.compile` returned `m`, or `m.compile()` compiled it in place; without the names: no"
     return '_orig_mod' in m._modules or vars(m).get(compiled_call) is not None
 
 # %% ../../nbs/util/01_torch_private.ipynb #577c16b7
@@ -196,7 +196,7 @@ _out_of_memory = 'DefaultCPUAllocator','out of memory','STATUS_ALLOC_FAILED'
 def is_out_of_memory(
     e:BaseException # Any
 ) -> bool:
-    "Was `e` raised since there was not enough memory? Where torch says so in other words, this does not know"
+    "Return whether `e` was raised for want of memory, as far as torch says so in its usual words"
     if isinstance(e, (MemoryError,torch.OutOfMemoryError)): return True
     return isinstance(e, RuntimeError) and any(o in str(e) for o in _out_of_memory)
 
