@@ -11,6 +11,7 @@ from typing import NamedTuple
 from fastai.basics import *
 from ..precision.comparable import comparable,eager
 from ..util.nested import replace,tensors
+from ..util.notes import torchs_states
 from ..precision.plan import PrecisionPlan
 from ..util.torch_private import compiled,is_out_of_memory
 from .deviation import deviation,distances,few_are_off,loss_change,pairs,relative
@@ -132,9 +133,6 @@ def goes_on(
     return max(0., *map(share, names))
 
 # %% ../../nbs/diagnosis/03_compare.ipynb #18cb073b
-def _random_states():
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
-
 def _if_memory_allows(f):
     "What `f` returns; `None` if there is not enough memory for it"
     try: return f()
@@ -188,10 +186,10 @@ class _ReferenceRuns:
         "What comes of a call before the batch's own one; `None` if that raises anything"
         try:
             with unchanged(self.learn, noted=self.noted) as kept, comparable(), torch.no_grad():
-                before = _random_states()
+                before = torchs_states()
                 if plan is None: self.state.to_fp32() # a count that half precision has stopped goes on
                 res = self.result(self.call_by(plan, self.part))
-                self.draws = self.draws or not all(map(torch.equal, before, _random_states()))
+                self.draws = self.draws or not all(map(torch.equal, before, torchs_states()))
         except Exception: return None
         self.written = kept.noted
         return res
@@ -296,9 +294,7 @@ class Comparison:
 
     def _has(self, weights):
         "Return whether these are the weights of the last comparison"
-        if self.weights is None: return False
-        (marks,few),(now,ts) = self.weights,weights
-        return marks==now and all(map(torch.equal, few, ts))
+        return self.weights is not None and ModelState.same_weights(self.weights, weights)
 
     def make(self,
         step:Step, # Notes in `silent` whether the predictions are wrong

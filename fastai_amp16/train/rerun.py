@@ -199,9 +199,7 @@ class Batches:
 
     def has_changed(self) -> bool:
         "Return whether a weight has changed since the start of the step, or its `.data`; waits for the GPU"
-        marks,values = self.model_state.weights()
-        marks_before,values_before = self.weights
-        return marks!=marks_before or not all(map(torch.equal, values, values_before))
+        return not ModelState.same_weights(self.weights, self.model_state.weights())
 
     def can_rerun(self) -> bool:
         "Return whether everything that changed since the start of the step can be restored"

@@ -141,6 +141,15 @@ class ModelState:
         numbers = [torch.cat(ts).view(torch.uint8) for ts in self.few] # as NaN is not equal to itself
         return sum(versions(self.not_written)),numbers
 
+    @staticmethod
+    def same_weights(
+        a:tuple, # From `weights`
+        b:tuple # Likewise
+    ) -> bool:
+        "Return whether nothing has written to weights between two calls of `weights`; waits for the GPU"
+        (marks,few),(marks_later,few_later) = a,b
+        return marks==marks_later and all(map(torch.equal, few, few_later))
+
     def _all_held(self):
         "Iterate over attributes, each as a name, a dict, a key and the floating point tensors in it"
         for n,d in self.named:
