@@ -3,7 +3,7 @@ import math
 import pytest,torch
 from fastai.basics import Optimizer,nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from fastai_amp16.train.grads import grad_params,grad_values,read_all,scale_grads
+from fastai_amp16.train.grads import grad_params,grad_values,read_all,scale_grads,total_norm
 
 def params(*dtypes):
     ps = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
@@ -35,6 +35,15 @@ def test_sparse_gradients_are_read_and_scaled_by_their_values():
     scale_grads([dense.grad, emb.weight.grad], 0.5)
     assert torch.equal(emb.weight.grad.to_dense()[[1,3]], torch.tensor([[1.5,1.5],[2.,2.]])) and emb.weight.grad.is_sparse
     assert len(emb.weight.grad._values())==3 # an optimizer may add them up in another order
+
+def sparse(): return torch.sparse_coo_tensor([[1,1,3]], torch.tensor([1.,2.,3.]), (5,), check_invariants=True)
+
+@pytest.mark.parametrize('grads', [[torch.ones(3)], [torch.ones(3), torch.ones(2, 2, dtype=torch.float64)], [sparse(), torch.ones(3)],
+                                   [torch.ones(3), sparse()], [torch.ones(2**18), torch.ones(3)], [torch.ones(2**18), sparse()]])
+def test_norm_is_that_of_all_numbers(grads):
+    "In any layout, few or many: a sparse gradient counts what it adds up to"
+    ref = torch.cat([g.to_dense().double().flatten() for g in grads]).norm()
+    assert total_norm(grads).item()==pytest.approx(ref.item(), rel=1e-6)
 
 @pytest.mark.cpu_only('where a device mode is on, torch calls a method that was replaced twice')
 def test_many_numbers_are_read_at_once(monkeypatch):

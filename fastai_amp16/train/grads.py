@@ -7,6 +7,7 @@ __all__ = ['grad_params', 'grads_of', 'hypers_of', 'Leaves', 'grad_values', 'tot
 
 # %% ../../nbs/train/01_grads.ipynb #764ba532
 import operator
+from contextlib import suppress
 from itertools import chain,compress,repeat
 from operator import attrgetter
 from fastai.basics import *
@@ -84,26 +85,24 @@ def grad_values(
     "The gradients of `params`"
     return [stored(p.grad) for p in params]
 
-_type = attrgetter('dtype', 'device', 'layout')
+_dtype = attrgetter('dtype')
 _few = 2**18 # numbers, which are copied to one tensor faster than each tensor is read by itself
 
 def total_norm(
     grads:list # Gradients in any layout, at least one
 ) -> Tensor: # One number; not finite if one of them is not
     "The 2-norm of all numbers in `grads`"
-    types = {*map(_type, grads)}
-    if len(types)>1 or first(types)[-1]!=torch.strided: return get_total_norm(list(map(stored, grads)))
-    if sum(map(Tensor.numel, grads))>_few: return get_total_norm(grads)
-    return torch.linalg.vector_norm(flatten_all(grads))
+    if sum(map(Tensor.numel, grads))<=_few: # sparse ones, and those on several devices, cannot be one tensor
+        with suppress(RuntimeError): return torch.linalg.vector_norm(flatten_all(grads))
+    return get_total_norm(list(map(stored, grads)))
 
 def scale_grads(
     grads:list, # Gradients, at least one
     factor:float # Multiply by this
 ):
     "Multiply the gradients by `factor` in place, in one multi-tensor call"
-    is_plain = {*map(_type, grads)}=={(torch.float32,torch.device('cpu'),torch.strided)}
-    if is_plain: # there, a tensor is four times as fast
-        factor = torch.tensor(factor, dtype=torch.float32, device='cpu')
+    if grads[0].is_cpu and {*map(_dtype, grads)}=={torch.float32}: # there, a tensor is four times as fast
+        factor = torch.full((), factor, dtype=torch.float32, device='cpu')
     multiply_all(grads, factor)
 
 # %% ../../nbs/train/01_grads.ipynb #6b5879b2

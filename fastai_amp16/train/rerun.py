@@ -107,11 +107,12 @@ class Gradients:
         "`loss` times `scale`, and the gradients so far as well, unless code has scaled them by `learn.scaler`"
         factor = scale/self.scale
         if factor==1: return loss
-        for t in outside(loss.grad_fn): # a temperature, the centers of a loss function, an input
-            if t in self.leaves or t in self.params: continue
-            self.leaves[t] = None if t.grad is None else t.grad.clone()
-        self.rescale(scale)
-        with no_torch_function(): return loss.float()*factor # a plain tensor, which is faster
+        with no_torch_function(): # plain tensors are faster than fastai's
+            for t in outside(loss.grad_fn): # a temperature, the centers of a loss function, an input
+                if t in self.leaves or t in self.params: continue
+                self.leaves[t] = None if t.grad is None else t.grad.clone()
+            self.rescale(scale)
+            return loss.float()*factor
 
     def drop(self):
         "Restore the gradients of the start of the step: `None`, zeros, or what an earlier fit has left"
