@@ -102,7 +102,7 @@ def scale_grads(
 ):
     "Multiply the gradients by `factor` in place, in one multi-tensor call"
     if grads[0].is_cpu and {*map(_dtype, grads)}=={torch.float32}: # there, a tensor is four times as fast
-        factor = torch.full((), factor, dtype=torch.float32, device='cpu')
+        factor = torch.tensor(factor, dtype=torch.float32, device='cpu')
     multiply_all(grads, factor)
 
 # %% ../../nbs/train/01_grads.ipynb #6b5879b2
