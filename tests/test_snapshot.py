@@ -387,6 +387,15 @@ def test_an_attribute_that_an_attempt_has_added_is_gone_again():
     restore(), modules_back()
     assert not hasattr(learn, 'new') and not hasattr(learn.model, 'new')
 
+class Shadowing(Callback):
+    "Has attributes of its own by names that mean something else in a learner"
+    def before_fit(self): vars(self).update(loss=0, pred=0, xb=0, dl=0, scaler=0)
+    def after_pred(self): vars(self).update({k: vars(self)[k]+1 for k in ('loss','pred','xb','dl','scaler')})
+
+def test_a_callbacks_attributes_are_its_own_whatever_their_names():
+    learn = fit(learner(cbs=[Loud(1,3), Shadowing()]).to_fp16_dynamic(), 1)
+    assert learn.mixed_precision.n_rerun>1 and {vars(learn.shadowing)[k] for k in ('loss','pred','xb','dl','scaler')}=={5}
+
 def test_modes_are_restored():
     "A learner's own method that evaluates, and trains a part only, when an attempt is left"
     class Own(Learner):

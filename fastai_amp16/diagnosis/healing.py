@@ -129,15 +129,15 @@ _then = dict( # what follows a verdict with `on_spiral='heal'`, and without
 _ways = { # what that is
     'again': Next.again,
     'unchanged': Next.again, # half precision gets the batch as it is
-    'skip': Next.again,
-    'reference': Next.reference,
+    'skip': Next.again, # the callbacks see one more run, whose step is not taken
+    'reference': Next.reference, # they see what fp32 makes of it, and the step is not taken either
     'fp32': Next.fp32,
     'raise': None}
 
 def after(
     verdict:Verdict, # Of the diagnosis
     on_spiral:str='heal', # What the user wants, as in `DynamicMixedPrecision`
-    silent:bool=False, # Are predictions wrong although everything is finite?
+    silent:bool=False, # Are predictions or gradients wrong although everything is finite?
     raised:bool=False, # Has half precision raised an exception?
     again:bool=False, # Is this not the first diagnosis of the step?
     training:bool=True # Is the batch one of training?

@@ -25,7 +25,7 @@ class Next(Enum):
     reference = 'run the batch again in fp32, to see whether half precision is at fault at all'
     diagnose = 'find out what is at fault, and keep it in fp32'
     fp32 = 'run the batch again in fp32 and take that step, since nothing else helps'
-    skip = 'restore the modules, drop the gradients, and continue with the next batch'
+    skip = 'take no step: restore the modules, drop the gradients, and raise the exception if there was one'
 
 # %% ../../nbs/train/06_decide.ipynb #1b13fdf9
 class Reading(NamedTuple):
@@ -65,7 +65,7 @@ def next_scale(
     floor:float, # Lowest scale allowed
     proven:bool # Were steps taken at the first of these scales, or near it?
 ) -> float: # `None` if nothing is left to try
-    "The loss scale of the next attempt; take the step if it is the scale of the last attempt"
+    "The loss scale of the next attempt; if it is that of the last one, the step is taken"
     if not overflow_scales: return finite_scales[-1]
     if not finite_scales: return _lower_scale(overflow_scales, floor, proven)
     best,worst = max(finite_scales),min(overflow_scales)
@@ -94,16 +94,16 @@ class Attempts:
     proven:bool = False # Were steps taken at this loss scale, or at the one that it grew or fell from?
     can_rerun:bool = True # Can the batches of this step run again?
     can_heal:bool = True # May layers be kept in fp32, or a step be taken in fp32?
-    fp32_first:bool = False # Try fp32 before anything else, since earlier diagnoses found nothing?
+    fp32_first:bool = False # Ask fp32 before a diagnosis? Earlier ones found nothing, or other code wrote to gradients
     largest_norm:float = math.inf # The largest norm of the gradients in the steps before
     # what was tried
     finite_scales:list = field(default_factory=list) # Loss scales at which the gradients were finite
     overflow_scales:list = field(default_factory=list) # Loss scales at which they were not
     diagnoses:int = 0 # Number of diagnoses
-    unusable:bool = False # Is the step skipped in any case?
+    unusable:bool = False # Is the step skipped, whatever the next attempt gives?
     suspect_norm:float = None # The norm of gradients that were so large that fp32 was asked for its own
     # the present attempt
-    kind:Next = Next.again # `again` for half precision, `fp32` for fp32, `reference` to see what fp32 does
+    kind:Next = Next.again # Also the first one, in half precision; or `fp32`, or `reference` to see what fp32 does
     scale:float = 1. # The loss scale
     norm:float = None # Norm of the gradients, if known
 
@@ -180,7 +180,7 @@ def what_next(
     tried:Attempts, # What is known about the step
     outcome:Outcome # Result of the last attempt
 ) -> Decision:
-    "Decide what to do after an attempt, once `tried.note(outcome)` was called"
+    "Decide what to do after an attempt; call `tried.note(outcome)` first"
     if tried.unusable: return Decision(Next.skip)
     if outcome is not Outcome.fine and not tried.can_rerun: return Decision(Next.skip)
     if tried.in_fp32: return _after_fp32(tried, outcome)

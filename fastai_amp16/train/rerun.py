@@ -125,7 +125,7 @@ class Gradients:
             if p.grad is None: continue
             p.grad.detach_()
             if i in self.copies: p.grad.copy_(self.copies[i])
-            else: p.grad.zero_() # momentum and decay continue
+            else: p.grad.zero_() # not `None`, for which an optimizer leaves the parameter out
         for t,g in self.leaves.items(): t.grad = None if g is None else g.clone()
 
 # %% ../../nbs/train/05_rerun.ipynb #9d70d90e

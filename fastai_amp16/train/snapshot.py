@@ -8,6 +8,7 @@ __all__ = ['ModelState', 'LearnerState', 'AllNoted', 'unchanged', 'learner_rando
 
 # %% ../../nbs/train/03_snapshot.ipynb #74a48ee3
 import operator,re
+from itertools import repeat
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.parameter import is_lazy
@@ -31,7 +32,7 @@ def _floats_in(o):
 _awake = 4 # modules that have not run when the fit begins this step may fall asleep
 
 class ModelState:
-    "What the model and the loss function carry from batch to batch: statistics, buffers, hidden states, counters"
+    "What modules and the loss function carry from batch to batch: statistics, buffers, hidden states, counters"
     def __init__(self,
         model:nn.Module, # The user's own model, without wrappers
         loss_func, # Any callable
@@ -58,7 +59,7 @@ class ModelState:
         "Note all modules in each step but those `asleep`, which have their notes: functions by the ids of modules"
         self.asleep = asleep
         awake = [o for o in self.owners if id(o) not in asleep]
-        self.attrs = Attributes([d for o in awake for d in attributes_of(o)], torchs)
+        self.attrs = Attributes([d for o in awake for d in attributes_of(o)], repeat(torchs))
         owned = {id(p) for m in awake if isinstance(m, nn.Module) for p in m.parameters(recurse=False)}
         self.awake = [p for p in self.params if id(p) in owned] # those that are noted in each step
         self._watch(self.trained)
@@ -79,7 +80,7 @@ class ModelState:
         idle = [m for m in modules if id(m) not in self.ran and type(m).forward is not nn.Module.forward]
         restless = self.attrs.restless() if idle else ()
         def is_calm(m): return not any(id(d) in restless for d in attributes_of(m))
-        return {id(m): Attributes(attributes_of(m), torchs).note() for m in filter(is_calm, idle)}
+        return {id(m): Attributes(attributes_of(m), repeat(torchs)).note() for m in filter(is_calm, idle)}
 
     def _sort_params(self, held):
         mine = set(self.model.parameters())
@@ -202,7 +203,7 @@ class _Inputs:
             t.requires_grad_(trains)
 
 class LearnerState:
-    "What a batch may change in a learner and its callbacks: attributes, containers, inputs, random numbers"
+    "What a batch may change in a learner and its callbacks: attributes, inputs, hyper-parameters, hooks, random states"
     def __init__(self,
         learn:Learner, # In a fit or a validation
         more:list=(), # Dicts with the attributes of other objects
@@ -233,9 +234,9 @@ class LearnerState:
     def _note_attributes(self):
         cbs = list(self.learn.cbs)
         if cbs!=self.cbs:
-            dicts = [vars(self.learn), *map(vars, filter(_acts, cbs)), *self.more]
+            others = [*map(vars, filter(_acts, cbs)), *self.more]
             self.cbs = cbs
-            self.attrs = Attributes(dicts, _not_noted, records=True)
+            self.attrs = Attributes([vars(self.learn), *others], [_not_noted, *repeat((), len(others))], records=True)
         return self.attrs.note()
 
     def _note_inputs(self):

@@ -11,7 +11,7 @@ from collections import Counter,OrderedDict,defaultdict,deque
 from contextlib import suppress
 from functools import cache,partial
 from io import IOBase
-from itertools import chain,compress
+from itertools import chain,compress,repeat
 from types import BuiltinFunctionType,FunctionType
 import numpy as np,torch
 from fastai.basics import Callback,DataLoaders,Learner,Optimizer
@@ -197,12 +197,13 @@ class Value:
 
 # %% ../../nbs/util/02_notes.ipynb #95173111
 _unknown = object() # in the place of a value that is looked into each time
+_nothing = repeat(()) # for each one
 
 class Attributes:
     "The attributes of some objects, with what is in them, time after time"
     def __init__(self,
         dicts:list, # The `__dict__` of each object, or another dict
-        but=(), # Names that are left alone
+        buts=_nothing, # For each of them, the names that are left alone
         records:bool=False # As for `Value`
     ):
         store_attr()
@@ -215,10 +216,10 @@ class Attributes:
         n = sum(map(len, self.dicts))
         if n==self.n:
             with suppress(KeyError): return list(map(operator.getitem, *self.places))
-        places = [(d,k) for d in self.dicts for k in d if k not in self.but]
+        places = [(d,k) for d,but in zip(self.dicts, self.buts) for k in d if k not in but]
         self.n = n
         self.places = list(zip(*places)) or [(),()]
-        self.names = [(d,{*d,*self.but}) for d in self.dicts]
+        self.names = [(d,{*d,*but}) for d,but in zip(self.dicts, self.buts)]
         self.known = [_unknown]*len(places)
         self.placed = [None]*len(places)
         self.calm,self.busy = {},{} # a `Value` by its index: those that have not changed since this moment, and others
