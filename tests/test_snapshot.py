@@ -1,4 +1,4 @@
-"What a batch may change is noted, and put back before it runs again: statistics, hidden states, counters, random numbers, inputs"
+"What is restored before a batch runs again: statistics, hidden states, counters, random numbers, inputs"
 import copy,gc,logging,math,random,threading,tracemalloc,weakref
 from collections import Counter,OrderedDict,defaultdict,deque
 from functools import partial
