@@ -9,6 +9,7 @@ from fastai.callback.all import GradientAccumulation,MixedPrecision,SaveModelCal
 from fastai_amp16.all import (AdamW16,DynamicMixedPrecision,PrecisionWarning)
 from fastai_amp16.all import GradNorm,GradientNormClip,RMSProp16,ranger16
 from fastai_amp16.learner import running
+from fastai_amp16.train.snapshot import check_random_states,learner_random_states
 import common
 from common import *
 
@@ -390,6 +391,14 @@ no_names += [part('healing', 'promoted', to=o) for o in (3, b'a', 'a', [3], [b'a
 no_random = [part('random', to=o) for o in ([1], 'a', 3, {})]+[part('random', 'all', k, to=o)
              for k in ('random_state','numpy_state','torch_state','torch_cuda_state','torch_benchmark') for o in (None, 'a')]
 no_random += [part('random', 'shuffling', to=(1,2)), part('random', 'all', to=None), part('random', 'ranks', to=3)]
+
+@pytest.mark.parametrize('module,name', [(random,'setstate'), (np.random,'set_state'), (torch,'set_rng_state')], ids=['python','numpy','torch'])
+def test_random_states_are_checked_on_generators_of_their_own(module, name, monkeypatch, tmp_path):
+    "Those in use belong to other threads as well"
+    states = learner_random_states(small(tmp_path))
+    def used(*args): raise AssertionError('sets a generator in use')
+    monkeypatch.setattr(module, name, used)
+    check_random_states(states)
 
 @pytest.mark.parametrize('later', [False,True], ids=['before','after'])
 @pytest.mark.parametrize('what,changes', [('its loss scale', no_scale), ('its list of what stays in fp32', no_names),

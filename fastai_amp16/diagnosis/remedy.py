@@ -42,10 +42,12 @@ def likeness(
     return re.sub(r'(?<![^.])\d+(?![^.])', '#', o),type(case.model.get_submodule(o.rstrip('.')))
 
 # %% ../../nbs/diagnosis/06_remedy.ipynb #1e2e2119
+_few = 3 # kinds that are looked at one by one; of more, half may not be needed
+
 def ddmin(
     kinds:list, # Lists of names that are alike, the surest first; all of them together are sound
     is_sound, # Takes a list of names
-    few:int=3 # So many kinds are looked at one by one; of more, half may not be needed
+    few:int=_few # So many kinds are looked at one by one
 ) -> list: # A part of the names that is sound, in their order
     """Leave out what is not needed: the last half of the kinds, or of the names of a kind, or else the first one
 
@@ -225,7 +227,7 @@ class _Search:
         def kind(o): return self.kept[o],likeness(self.case, o)
         kinds = sorted(groupby(self.kept, kind).values(), key=self.cost)
         is_guess = {*self.kept.values()}=={_alike} # then most kinds are not needed at all
-        needed = ddmin(kinds, self.is_sound, 1 if is_guess else 3)
+        needed = ddmin(kinds, self.is_sound, 1 if is_guess else _few)
         return [o for o in self.kept if o in needed]
 
 def _joined(case, promoted):

@@ -111,9 +111,8 @@ class Entry:
             self.placed = dict.fromkeys(self._places(model), _nothing)
             self._dicts = [vars(m) for m,_ in self.placed]
             self._attrs = [attr for _,attr in self.placed]
+        now = map(dict.get, self._dicts, self._attrs)
         # the places that are not patched, in most batches none
-        try: now = list(map(operator.getitem, self._dicts, self._attrs))
-        except KeyError: now = list(map(dict.get, self._dicts, self._attrs)) # which takes longer
         for m,attr in list(compress(self.placed, map(operator.is_not, now, self.placed.values()))):
             patch_forward(m, self, self._roles.get(m) if attr=='forward' else None, attr)
             self.placed[m,attr] = vars(m)[attr]

@@ -8,6 +8,7 @@ __all__ = ['ModelState', 'LearnerState', 'AllNoted', 'unchanged', 'learner_rando
 
 # %% ../../nbs/train/03_snapshot.ipynb #74a48ee3
 import operator,re
+from inspect import signature
 from itertools import repeat
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
@@ -18,6 +19,7 @@ from ..util.notes import Attributes,RandomStates
 from ..precision.plan import unwrap
 from .grads import Leaves,hypers_of
 from .owners import attributes_of,compared,find_owners,in_a_fit,torchs,with_entries
+from .scaler import require
 from .weights import FrozenWeights,KeptWeights
 from ..util.torch_private import compiled,hooks_added,no_torch_function,versions
 
@@ -236,7 +238,7 @@ class LearnerState:
         if cbs!=self.cbs:
             others = [*map(vars, filter(_acts, cbs)), *self.more]
             self.cbs = cbs
-            self.attrs = Attributes([vars(self.learn), *others], [_not_noted, *repeat((), len(others))], records=True)
+            self.attrs = Attributes([vars(self.learn), *others], [_not_noted, *[()]*len(others)], records=True)
         return self.attrs.note()
 
     def _note_inputs(self):
@@ -342,24 +344,29 @@ def learner_random_states(learn:Learner # The learner, whose batches may be shuf
     rng = _shuffling(learn)
     return {'all': res, 'shuffling': rng and rng.getstate()}
 
-def _set_states(res):
-    "Let fastai set the states of all random number generators that this machine has"
+def _of_this_machine(states):
+    "The arguments of fastai's `set_random_states`: the states of generators that this machine has"
+    res = states['all']
     cuda = [o.cpu() for o in res['torch_cuda_state']]
-    here = {'torch_cuda_state': cuda[:torch.cuda.device_count()], 'torch_state': res['torch_state'].cpu()}
-    set_random_states(**{**res, **here})
+    return {**res, 'torch_cuda_state': cuda[:torch.cuda.device_count()], 'torch_state': res['torch_state'].cpu()}
 
 def check_random_states(
     states:dict # From `learner_random_states`
 ):
-    "Raise an exception of any kind unless random number generators can take over `states`"
-    before = get_random_states()
-    try: _set_states(states['all'])
-    finally: set_random_states(**before)
+    "Raise an exception of any kind unless random number generators could take over `states`, without a change of these"
+    res = _of_this_machine(states)
+    signature(set_random_states).bind(**res)
+    random.Random().setstate(res['random_state'])
+    np.random.RandomState().set_state(res['numpy_state'])
+    torch.Generator().set_state(res['torch_state'])
+    for o in res['torch_cuda_state']: torch.Generator('cuda').set_state(o)
+    for k in ('torch_deterministic','torch_benchmark'):
+        require(isinstance(res[k], bool), 'states', k, res[k], 'a bool')
     if states['shuffling']: random.Random().setstate(states['shuffling'])
 
 def set_learner_random_states(learn:Learner, # The learner, whose batches may be shuffled
                               states:dict): # From `learner_random_states`, perhaps of a machine with more GPUs or fewer
     "Restore the states of all random number generators, including the one that shuffles batches"
-    _set_states(states['all'])
+    set_random_states(**_of_this_machine(states))
     rng = _shuffling(learn)
     if rng and states['shuffling']: rng.setstate(states['shuffling'])

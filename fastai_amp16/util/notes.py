@@ -11,7 +11,7 @@ from collections import Counter,OrderedDict,defaultdict,deque
 from contextlib import suppress
 from functools import cache,partial
 from io import IOBase
-from itertools import chain,compress,repeat
+from itertools import chain,compress
 from types import BuiltinFunctionType,FunctionType
 import numpy as np,torch
 from fastai.basics import Callback,DataLoaders,Learner,Optimizer
@@ -197,13 +197,12 @@ class Value:
 
 # %% ../../nbs/util/02_notes.ipynb #95173111
 _unknown = object() # in the place of a value that is looked into each time
-_nothing = repeat(()) # for each one
 
 class Attributes:
     "The attributes of some objects, with what is in them, time after time"
     def __init__(self,
         dicts:list, # The `__dict__` of each object, or another dict
-        buts=_nothing, # For each of them, the names that are left alone
+        buts, # For each of them, the names that are left alone
         records:bool=False # As for `Value`
     ):
         store_attr()
