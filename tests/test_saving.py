@@ -392,7 +392,8 @@ no_random = [part('random', to=o) for o in ([1], 'a', 3, {})]+[part('random', 'a
              for k in ('random_state','numpy_state','torch_state','torch_cuda_state','torch_benchmark') for o in (None, 'a')]
 no_random += [part('random', 'shuffling', to=(1,2)), part('random', 'all', to=None), part('random', 'ranks', to=3)]
 
-@pytest.mark.parametrize('module,name', [(random,'setstate'), (np.random,'set_state'), (torch,'set_rng_state')], ids=['python','numpy','torch'])
+@pytest.mark.parametrize('module,name', [(random,'setstate'), (np.random,'set_state'), (torch,'set_rng_state')],
+                         ids=['python','numpy','torch'])
 def test_random_states_are_checked_on_generators_of_their_own(module, name, monkeypatch, tmp_path):
     "Those in use belong to other threads as well"
     states = learner_random_states(small(tmp_path))
