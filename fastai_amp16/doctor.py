@@ -159,47 +159,6 @@ def _bf16_weights(case, device):
         "A model pretrained in bf16 may give numbers that fp16 cannot hold.",
         remedy)
 
-_with_eps16 = 'RMSProp','QHAdam','Larc','Adam','RAdam','Lamb','ranger' # as `RMSProp16`
-
-def _optimizer(case):
-    learn = case.learn
-    try: opt = learn.opt or learn.opt_func([nn.Parameter(torch.zeros(1))], lr=learn.lr)
-    except Exception: return # it needs the parameters of the model, which is fine
-    eps = min((float(h['eps']) for h in opt.hypers if h.get('eps')), default=math.inf)
-    if torch.tensor(eps, dtype=case.dtype)!=0: return
-    f = getattr(learn.opt_func, 'func', learn.opt_func) # of a `partial`
-    name = getattr(f, '__name__', '')
-    new = f'{name}16' if name in _with_eps16 else 'partial(learn.opt_func, eps=1e-4)'
-    yield Finding(
-        'info', None,
-        f"The optimizer's eps of {eps:g} is 0 in {case.kind}. "
-        "Its state is fp32, so nothing is divided by 0, "
-        "but gradients that are mostly rounding errors cause full steps.",
-        f"learn.opt_func,learn.opt = {new},None")
-
-def _roots(opt):
-    "For each parameter that Adam has averaged gradients of: the root of the averaged squares, and eps"
-    for pg,hyper in zip(opt.param_lists, opt.hypers):
-        for p in pg:
-            state = opt.state.get(p, {})
-            if hyper.get('eps') and {'sqr_avg','step'}<=state.keys():
-                averages = state['sqr_avg']/(1-hyper['sqr_mom']**state['step'])
-                yield averages.sqrt(),hyper['eps']
-
-def _large_eps(case):
-    "Return whether eps is larger than what Adam divides by, for most weights that ever had a gradient"
-    if not case.learn.opt: return
-    found = [(root[root>0],eps) for root,eps in _roots(case.learn.opt)]
-    total = sum(len(root) for root,_ in found)
-    below = sum(int((root<eps).sum()) for root,eps in found)
-    if below<=total/2: return
-    eps = max(eps for _,eps in found)
-    yield Finding(
-        'info', None,
-        f"The optimizer's eps of {eps:g} is larger than the root of the averaged squared gradients "
-        f"of {below/total:.0%} of the weights: their steps are shorter than the learning rate.",
-        f"learn.opt_func,learn.opt = partial(learn.opt_func, eps={eps/100:g}),None  # or a larger loss")
-
 # %% ../nbs/04_doctor.ipynb #067e09cc
 _instructions = dict( # of CPUs
     fp16=('amx_fp16','avx512_fp16','fp16_arith'),
@@ -319,8 +278,6 @@ def _memory_format(case, device):
 def _findings(case, report, device):
     yield from _near(case) if report.verdict in ('healthy','scale') else _fault(report)
     yield from _bf16_weights(case, device)
-    yield from _optimizer(case)
-    yield from _large_eps(case)
     yield from _device(device, case.dtype)
     for check in (_sizes,_recurrent,_memory_format): yield from check(case, device)
     in_a_fit = '# call learn.fp16_doctor() in a fit, from a callback'

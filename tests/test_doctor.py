@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pandas as pd
 import pytest,torch
 import torch.nn.functional as F
-from fastai.basics import Adam,DataLoader,DataLoaders,Learner,OptimWrapper,QHAdam,RMSProp,set_seed
+from fastai.basics import DataLoader,DataLoaders,Learner,set_seed
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.rnn import rnn_cbs
 from fastai.callback.channelslast import ChannelsLast
@@ -271,31 +271,6 @@ def test_bf16_weights():
     ones = learner(Net(nn.Identity()))
     for p in ones.model.parameters(): nn.init.ones_(p)
     assert not findings(ones)
-
-@pytest.mark.parametrize('opt_func,bad', [(RMSProp,True), (QHAdam,True), (partial(OptimWrapper, opt=torch.optim.AdamW),True),
-                                          (Adam,False), (AdamW16,False)])
-def test_optimizer(opt_func, bad):
-    def eps(learn): return [o for o in learn.fp16_doctor() if 'eps' in o.fact]
-    for fitted in (False,True):
-        learn = learner(nn.Linear(8, 4), opt_func=opt_func)
-        if fitted: learn.create_opt()
-        assert [o.severity for o in eps(learn)]==['info']*bad and (learn.opt is not None)==fitted
-        if bad:
-            do(eps(learn)[0].remedy, learn)
-            assert not eps(learn)
-
-def test_an_eps_that_is_larger_than_most_gradients():
-    "Adam's steps are short then; known once it has averages of them"
-    def facts(factor, opt_func=AdamW16):
-        def loss(p, y): return F.cross_entropy(p, y)*factor
-        learn = learner(nn.Linear(8, 4), loss_func=loss, opt_func=opt_func).to_fp16_dynamic()
-        def found(): return [o for o in learn.fp16_doctor() if 'averaged squared' in o.fact]
-        assert not found()
-        with learn.no_bar(), learn.no_logging(): learn.fit(3)
-        return found()
-    finding, = facts(1e-5)
-    assert finding.severity=='info' and '100% of the weights' in finding.fact and 'eps=1e-06' in finding.remedy
-    assert not facts(1.) and not facts(1e-5, partial(AdamW16, eps=1e-9)) and not facts(1e-5, partial(OptimWrapper, opt=torch.optim.AdamW))
 
 @pytest.mark.parametrize('knows', [True,False])
 def test_recurrent_layers_in_bf16(knows, monkeypatch):

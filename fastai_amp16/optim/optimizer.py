@@ -33,7 +33,7 @@ class FusedAdam(Optimizer):
         lr:float|slice, # Default learning rate
         mom:float=0.9, # Gradient moving average (β1) coefficient
         sqr_mom:float=0.99, # Gradient squared moving average (β2) coefficient
-        eps:float=1e-5, # Added to the root of the average squared gradient; fastai's default, and `AdamW16` sets 1e-4
+        eps:float=1e-5, # Added to the root of the average squared gradient
         wd:Real=0.01, # Optional weight decay (true or L2)
         decouple_wd:bool=True # Apply true weight decay (AdamW) or L2 regularization (Adam)
     ):
@@ -41,7 +41,7 @@ class FusedAdam(Optimizer):
         self.decouple_wd = decouple_wd
         if any(p.is_complex() for p in self.param_lists.concat()):
             raise TypeError("FusedAdam takes no complex parameters: "
-                            "use fastai's Adam, for example opt_func=partial(Adam, eps=1e-4).")
+                            "use fastai's Adam (opt_func=Adam).")
 
     def zero_grad(self):
         "Set all gradients to `None`, so that parameters without a new gradient are not updated"
@@ -108,18 +108,18 @@ class _Partial(partial):
     def __deepcopy__(self, memo): return self # as of a function
 
 def _partial(func, doc=None, **kwargs):
-    res = _Partial(func, eps=1e-4, **kwargs)
-    res.__doc__ = doc or f"fastai's `{func.__name__}` with an eps of 1e-4"
+    res = _Partial(func, eps=1e-5, **kwargs)
+    res.__doc__ = doc or f"fastai's `{func.__name__}` with an eps of 1e-5"
     return res
 
 _adam = partial(_partial, FusedAdam, mom=0.9, sqr_mom=0.99, wd=0.01)
-AdamW16 = _adam("`FusedAdam` with true weight decay and an eps of 1e-4")
-Adam16 = _adam("`FusedAdam` with L2 regularization and an eps of 1e-4", decouple_wd=False)
+AdamW16 = _adam("fastai's `Adam` in a few fused calls: true weight decay, mom=0.9, sqr_mom=0.99, eps=1e-5, wd=0.01")
+Adam16 = _adam("`AdamW16` with L2 regularization in place of true weight decay", decouple_wd=False)
 RAdam16 = _partial(RAdam)
 Lamb16 = _partial(Lamb)
 QHAdam16 = _partial(QHAdam)
 Larc16 = _partial(Larc)
-ranger16 = _partial(ranger, "fastai's `ranger` (`RAdam` with `Lookahead`) with an eps of 1e-4")
+ranger16 = _partial(ranger, "fastai's `ranger` (`RAdam` with `Lookahead`) with an eps of 1e-5")
 
 @functools.wraps(RMSProp)
 def _rms_prop(params, lr, eps, **kwargs):
