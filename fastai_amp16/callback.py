@@ -21,7 +21,7 @@ from .train.step import BatchEnd,ScaledBackward,Step,StepScaler
 from .diagnosis.compare import Comparison
 from .diagnosis.healing import heal
 from .diagnosis.report import Reports
-from .train.history import History
+from .train.history import History,log_step
 from .diagnosis.messages import (bare_step,cannot_rerun,check_arguments,check_keywords,
     refuse_second_precision,static_overflow,stop_early,warn_of_slow_half,warn_user,written_gradients)
 
@@ -49,6 +49,8 @@ class DynamicMixedPrecision(MixedPrecision):
     infinite_model = None # the model whose predictions are infinite in fp32 as well, until it trains
     is_diagnosing = False # does it serve a report outside a fit?
     last_notice = None # what was said last of other mixed precisions
+    change = None # the last `PrecisionChange`
+    comment = '' # of the progress bar, on what happened in this fit
     stopped = None # why the last fit ended early, as a sentence; `None` if it did not, or if other code ended it
     __setattr__ = object.__setattr__ # fastai's looks into the learner and the model at each assignment
     __signature__ = None # that of `__init__`, not that of the parent class
@@ -158,7 +160,7 @@ class DynamicMixedPrecision(MixedPrecision):
             raise ValueError("The optimizer holds none of the model's parameters: "
                              "call learn.create_opt() after you replace learn.model.")
         warn_of_slow_half(plan, not self.log.steps)
-        self.said,self.step,self.stopped,self.infinite_model = set(),None,None,None
+        self.said,self.step,self.stopped,self.infinite_model,self.comment = set(),None,None,None,''
         self.log.begin_fit('lr_find' if self.learn._grab_cbs(LRFinder) else 'fit')
         self.comparison.begin_fit()
         if not goes_on: self.log.unhelpful_diagnoses = self.log.skipped_in_a_row = 0
@@ -185,7 +187,9 @@ class DynamicMixedPrecision(MixedPrecision):
     def after_epoch(self):
         several = self.learn._fitting and self.ranks and self.ranks.size>1
         if several: self.rank_states = self.ranks.gather(learner_random_states(self.learn))
-    def after_fit(self): self.plan = self.states = None # you may change the model before the next fit
+    def after_fit(self):
+        self.plan = self.states = None # you may change the model before the next fit
+        self.comparison.headroom.read()
 
     # Events of a batch
 
@@ -206,8 +210,10 @@ class DynamicMixedPrecision(MixedPrecision):
     def before_step(self):
         step = self.step
         what = step.conclude()
-        if what is Next.step: step.passes_at_decision = step.batches.entry.passes
-        elif what is Next.skip: self.skip_step()
+        if what is Next.skip: self.skip_step()
+        if what is not Next.step: return
+        step.passes_at_decision = step.batches.entry.passes
+        self.comparison.headroom.add(len(self.log.steps), self.plan, step.loss_scale)
 
     def after_step(self): # the optimizer has taken it
         step = self.step
@@ -274,6 +280,7 @@ class DynamicMixedPrecision(MixedPrecision):
         self.comparison.end_step(step)
         epoch,lr = getattr(self.learn, 'epoch', 0),float(hypers_of(self.opt)[-1]['lr'])
         self.log.add(scale, step.reruns, skipped, step.norm, epoch, lr)
+        log_step(self.learn, self.log.steps[-1], len(self.promoted))
         step.done = True
 
     def end_fit(self):

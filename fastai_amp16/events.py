@@ -21,6 +21,9 @@ def _in_turn(cbs, event_name):
     with suppress(StopIteration):
         for cb in cbs: cb(event_name)
 
+event.after_precision_change = 'after_precision_change' # as fastai knows its own, so that a callback may have it
+Callback._methods.append(event.after_precision_change) # also as an argument, `Callback(after_precision_change=f)`
+
 class ActingCallbacks:
     "Finds the callbacks of a learner that act at an event of a batch"
     def __init__(self,

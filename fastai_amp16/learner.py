@@ -13,14 +13,16 @@ from fastai.callback.fp16 import AMPMode,MixedPrecision,ModelToHalf,NonNativeMix
 from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientClip
 from fastcore.docments import docments
-from .precision.names import as_list,in_words
-from .precision.plan import is_norm
+from .precision.names import as_list,in_words,names_of
+from .precision.plan import is_norm,unwrap
 from .precision.entry import Entry,MixesDtypes
 from .util.torch_private import ThreadState
 from .events import ActingCallbacks
 from .train.scaler import DynamicScaler,require
-from .train.history import plot_history
+from .train.history import PrecisionChange,plot_history
+from .diagnosis.headroom import plot_room
 from .train.owners import in_a_fit
+from .train.rerun import control_exceptions
 from .optim.clip import GradientNormClip
 from .diagnosis.report import as_html
 from .diagnosis.messages import check_keywords,fp32_closures,warn_of_idle_metrics
@@ -67,10 +69,13 @@ def _kept(mp):
         when = 'a checkpoint' if step is None else f'step {step}'
         yield f'{in_words([name])} since {when}'
 
+def _ending(mp):
+    "How the last fit ended"
+    return mp.stopped or ('not over yet' if mp.learn and mp.learn._fitting else mp.log.ending)
+
 def _at_a_glance(mp):
     "What `mp` says of itself, by name"
     log = mp.log
-    ending = 'not over yet' if mp.learn and mp.learn._fitting else log.ending
     return {
         'precision': mp.amp_mode.value,
         'loss scale': f'{mp.scaler.get_scale():g}' if mp.scaler.is_enabled() else 'none',
@@ -78,7 +83,20 @@ def _at_a_glance(mp):
         'batches that ran again': sum(s.reruns>0 for s in log.steps),
         'skipped steps': log.n_skipped,
         'in fp32': ', '.join(_kept(mp)) or 'no module',
-        'last fit': mp.stopped or ending}
+        'last fit': _ending(mp)}
+
+@patch
+def to_dict(self:DynamicMixedPrecision) -> dict: # For `json.dumps`
+    """What it shows at a glance, as plain values, with all reports
+
+    `kept` are the names of what stays in fp32 besides norms, each with the step since which a fit has kept it there, or
+    `None`; `loss_scale` is `None` in bf16."""
+    log,model = self.log,unwrap(self.learn.model)
+    return dict(
+        precision=self.amp_mode.value, loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
+        steps=len(log.steps), reruns=sum(o.reruns>0 for o in log.steps), skipped=log.n_skipped,
+        kept={name: log.kept_since.get(name) for name in names_of(model, self.keeps(model))},
+        last_fit=_ending(self), reports=[o.to_dict() for o in self.reports])
 
 @patch
 def __repr__(self:DynamicMixedPrecision):
@@ -108,6 +126,22 @@ def plot(self:DynamicMixedPrecision,
         df = df[df.fit==fit]
     clips = [cb for cb in self.learn.cbs if isinstance(cb, (GradientNormClip,GradientClip))]
     plot_history(df, [cb.max_norm for cb in clips], axs, self.log.kept_since)
+
+@patch(as_prop=True)
+def headroom(self:DynamicMixedPrecision) -> pd.DataFrame: # A row for each module in each of these steps
+    "How many bits each module has left, and how many its gradients lose, in the steps that were compared with fp32"
+    return self.comparison.headroom.frame(self.dtype)
+
+@patch
+def plot_headroom(self:DynamicMixedPrecision,
+    axs=None # Three matplotlib `Axes`, one above the other; a new figure by default
+): # These; `None` if no step was compared with fp32
+    """Draw how many bits each module has left, in the steps that were compared with fp32, and say which has the fewest
+
+    Also draws how many bits the gradients lose, and where batches ran again, the loss scale fell or layers moved."""
+    df = self.headroom
+    if not len(df): return print('No step was compared with fp32 so far.')
+    return plot_room(df, self.history, self.log.kept_since.values(), axs)
 
 # %% ../nbs/02_learner.ipynb #1bf1cb2e
 Learner._fitting = False # is a fit running?
@@ -241,6 +275,18 @@ def _fit(learn, f):
         learn._fitting = False
         if mp := running(learn): mp.step = None # its gradients stay
 
+def _counts(mp): return mp.log.n_rerun,mp.log.n_skipped,len(mp.reports),len(mp.promoted)
+
+def _tell_change(mp, before): # The `_counts` before the batch
+    "Let callbacks know if the batch ran again, its step was skipped, or layers moved to fp32"
+    now = _counts(mp)
+    if now==before: return
+    *counts,n_reports,n_promoted = before
+    row = mp.log.steps[-1] if [*now[:2]]!=counts else None
+    mp.change = PrecisionChange(row, mp.reports[n_reports:], mp.promoted[n_promoted:])
+    mp.comment = mp.log.fit_events.comment
+    mp.learn('after_precision_change')
+
 def _batch(learn, f):
     "Run `f`, which processes one batch, as often as necessary"
     mp,entry = running(learn),vars(learn).get('_entry')
@@ -248,8 +294,13 @@ def _batch(learn, f):
         if entry: entry.leave() # a callback removed mixed precision during the fit
         return f()
     if not entry: return _while_patched(learn, partial(_batch, learn, f)) # `learn.one_batch` outside a fit
-    if learn.training or _can_compute_half(mp): mp.around_batch(entry, f)
-    else: f()
+    if not (learn.training or _can_compute_half(mp)): return f()
+    before = _counts(mp)
+    try: mp.around_batch(entry, f)
+    except control_exceptions:
+        _tell_change(mp, before)
+        raise
+    if mp.learn: _tell_change(mp, before) # a callback may have removed it
     if entry.closures: mp.say_once(fp32_closures)
 
 def _backward(learn, f):
@@ -264,6 +315,22 @@ def _step(learn, f):
     "Run `f`, the step of the optimizer"
     if mp := running(learn): mp.around_step(f)
     else: f()
+
+def _add_comment(learn, text):
+    "Add to the comment of the progress bar, which its callback writes after each batch, unless logging is off"
+    bar = getattr(vars(learn).get('progress'), 'pbar', None)
+    if bar and learn.logger is not noop: bar.comment = f'{bar.comment}, {text}'
+
+def _tell_of_fit(learn):
+    "Print what happened in a fit, in one line, if anything did; not in `lr_find`, which ends when the loss explodes"
+    mp = running(learn)
+    if not mp or learn.logger is noop or rank_distrib() or learn._grab_cbs(LRFinder): return
+    if says := mp.log.fit_events.sentence: print(f"{mp.amp_mode.value}: {says}{_scale_in_words(mp)}.")
+
+def _scale_in_words(mp):
+    if not mp.scaler.is_enabled(): return ''
+    exponent = math.log2(mp.scaler.get_scale())
+    return f"; loss scale {f'2^{exponent:.0f}' if exponent==int(exponent) else f'{2**exponent:g}'}"
 
 _around = {'fit':_fit, 'validate':_while_patched, 'batch':_batch, 'backward':_backward, 'step':_step}
 
@@ -292,3 +359,5 @@ def _with_events(self, f, event_type, ex, final=noop):
         finally:
             mp = running(self) if event_type=='batch' else None
             if mp and mp.left_out: mp.left_out.run,mp.left_out = True,None # the recorder runs again
+            if mp and mp.comment: _add_comment(self, mp.comment)
+        if event_type=='fit': _tell_of_fit(self)

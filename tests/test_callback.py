@@ -52,7 +52,7 @@ def test_trains_as_a_hand_written_loop():
     fit(ours, 3, cbs=Losses())
 
     dev = default_device().type
-    opt,scaler,ref = torch.optim.AdamW(model.parameters(), 1e-2, (0.9,0.99), 1e-4, 0.1),torch.amp.GradScaler(dev),[]
+    opt,scaler,ref = torch.optim.AdamW(model.parameters(), 1e-2, (0.9,0.99), 1e-5, 0.1),torch.amp.GradScaler(dev),[]
     for _ in range(3):
         for xb,yb in ours.dls.train:
             with torch.autocast(dev, torch.float16): pred = model(xb)

@@ -7,6 +7,7 @@ __all__ = ['nothing', 'less', 'Far', 'has_become_infinite', 'states_off', 'far_f
 
 # %% ../../nbs/diagnosis/03_compare.ipynb #1ea8669a
 import math,operator
+from contextlib import nullcontext
 from typing import NamedTuple
 from fastai.basics import *
 from ..precision.comparable import comparable,eager
@@ -15,6 +16,7 @@ from ..util.notes import torchs_states
 from ..precision.plan import PrecisionPlan
 from ..util.torch_private import compiled,is_out_of_memory
 from .deviation import deviation,distances,few_are_off,loss_change,pairs,relative
+from .headroom import Headroom
 from .measure import n_samples,sampled
 from ..train.snapshot import AllNoted,ModelState,unchanged
 from ..train.step import Step
@@ -155,10 +157,11 @@ def _part_of_batch(learn):
 
 class _ReferenceRuns:
     "Makes the first call of the model in a batch in other ways as well, without a trace"
-    def __init__(self, batches, call_by, dtype): # `call_by` as for `Comparison.make`
+    def __init__(self, batches, call_by, dtype, watch): # `call_by` as for `Comparison.make`; `watch` is for fp32
         self.learn = batches.learn
+        self.entry = batches.entry
         self.state = batches.model_state
-        store_attr('call_by,dtype')
+        store_attr('call_by,dtype,watch')
         self.written = [] # weights to which the forward pass writes
         self.states = batches.model_state,batches.learner_state
         self.noted = self.note()
@@ -185,7 +188,8 @@ class _ReferenceRuns:
     def attempt(self, plan):
         "What comes of a call before the batch's own one; `None` if that raises anything"
         try:
-            with unchanged(self.learn, noted=self.noted) as kept, comparable(), torch.no_grad():
+            watched = self.watch(self.entry) if plan is None else nullcontext()
+            with unchanged(self.learn, noted=self.noted) as kept, comparable(), torch.no_grad(), watched:
                 before = torchs_states()
                 if plan is None: self.state.to_fp32() # a count that half precision has stopped goes on
                 res = self.result(self.call_by(plan, self.part))
@@ -223,6 +227,7 @@ class Comparison:
     "Compares the predictions of a few batches with fp32's"
     def __init__(self):
         self.begin_fit()
+        self.headroom = Headroom()
         self.seen = Far() # in the last comparison
         self.n_vain = 0 # diagnoses that found nothing
         self.n_waits = 0 # comparisons until the next one
@@ -242,6 +247,7 @@ class Comparison:
 
         After the loss scale fell below 1, gradients may be finite only because wrong numbers were scaled to 0."""
         self.n_left -= 1
+        self.headroom.ends = [] # of a step that was not taken
         fell_below_1 = step.reruns>0 and step.scale<1
         self.is_due |= self.n_left==0 or fell_below_1
         if self.n_left: return
@@ -309,7 +315,8 @@ class Comparison:
         weights = batches.model_state.weights()
         if not self._has(weights): self.weights,self.items = weights,[]
         if batches.learn.training: self.is_due = False
-        runs = _if_memory_allows(lambda: _ReferenceRuns(batches, call_by, plan.dtype))
+        watch = self.headroom.watch if batches.learn.training else nullcontext
+        runs = _if_memory_allows(lambda: _ReferenceRuns(batches, call_by, plan.dtype, watch))
         fp32 = runs and runs.in_fp32()
         if fp32: batches.restore_too(runs.written)
         mine = bool(fp32),bool(runs and runs.differs)

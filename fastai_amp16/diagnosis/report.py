@@ -193,6 +193,20 @@ def _left_out(self:PrecisionReport):
     return [f"… and {n} more module{'s' if n>1 else ''}, in `.table`"]
 
 # %% ../../nbs/diagnosis/04_report.ipynb #e846e4b2
+def _for_json(o): return None if isinstance(o, float) and not math.isfinite(o) else o
+
+@patch
+def to_dict(self:PrecisionReport) -> dict: # For `json.dumps`
+    """The report as plain values, with a dict for each row of `table`; `None` in place of NaN and infinity
+
+    `module` is the producer, `operation` is `op`, `kept` is `promoted`."""
+    df = self.table.astype(object)
+    rows = [{k: _for_json(v) for k,v in row.items()} for row in df.to_dict('records')]
+    return dict(
+        verdict=self.verdict, sentence=self.sentence, module=self.producer, operation=self.op, kept=[*self.promoted],
+        scale=self.scale, new_scale=self.new_scale, samples=[*self.samples],
+        dtype=str(self.dtype).removeprefix('torch.'), done=self.done, remedy=self.remedy, hint=self.hint, table=rows)
+
 @patch
 def _words(self:PrecisionReport):
     "The cause, what was done and what you can do, one line each"

@@ -79,6 +79,7 @@ class Entry:
         self.thread = get_ident() # that of the fit, which makes the forward passes
         self.passes = 0 # in half precision, without recomputations
         self.ran = set() # the ids of modules that were called
+        self.watch = None # takes each module and what it returns
         self.in_optimizer = False # Does a step of the optimizer run, whose closure may call the model?
         self.closures = 0 # forward passes that it has made
         self._plan,self._roles,self.placed = None,{},{} # patched methods by module and method

@@ -151,7 +151,7 @@ def _unbound(m, attr):
 
 def patch_forward(
     m:nn.Module, # Any module
-    owner, # As an `Entry`: `inside.now`, is a pass under way; `call` begins one; `ran`, ids of modules; `model`
+    owner, # As an `Entry`: `inside.now`, is a pass under way; `call` begins one; `ran`, ids of modules; `watch`; `model`
     role:Role=None, # From `PrecisionPlan.roles`
     attr:str='forward' # The method to patch
 ):
@@ -159,15 +159,17 @@ def patch_forward(
     f,is_compiling,inside,me = _unbound(m, attr),torch.compiler.is_compiling,owner.inside,id(m)
     how,options = role or (None,None)
     def run(m, args, kwargs):
-        return f(m, *args, **kwargs) if how is None else how(f, m, args, kwargs, **options)
+        res = f(m, *args, **kwargs) if how is None else how(f, m, args, kwargs, **options)
+        if owner.watch: owner.watch(m, res)
+        return res
     # to `torch.compile`, methods of a module with the same code and constants are the same, and other objects never
     # are: so the patched method of another plan, in the next fit, say, does not make it compile anew
     @functools.wraps(f, updated=())
     def forward(self, *args, **kwargs):
-        if not is_compiling():
-            owner.ran.add(me) # as an attribute, since `torch.compile` would compile anew for another set
-            if not inside.now: return owner.call(run, self, args, kwargs)
-        return f(self, *args, **kwargs) if how is None else how(f, self, args, kwargs, **options)
+        if is_compiling(): return f(self, *args, **kwargs) if how is None else how(f, self, args, kwargs, **options)
+        owner.ran.add(me) # as an attribute, since `torch.compile` would compile anew for another set
+        if not inside.now: return owner.call(run, self, args, kwargs)
+        return run(self, args, kwargs)
     forward.patches,forward.before,forward.owner = m,vars(m).get(attr),owner
     vars(m)[attr] = MethodType(forward, m)
     vars(m).setdefault('__reduce_ex__', functools.partial(_as_outside, m))

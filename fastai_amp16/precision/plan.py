@@ -251,7 +251,7 @@ class PrecisionPlan:
     @contextmanager
     def forward_pass(self):
         "A context for one forward pass: autocast is on, and norms and kept modules compute in fp32"
-        owner = SimpleNamespace(inside=SimpleNamespace(now=True), ran=set(), model=self.model)
+        owner = SimpleNamespace(inside=SimpleNamespace(now=True), ran=set(), watch=None, model=self.model)
         try:
             for m,role in self.roles.items(): patch_forward(m, owner, role)
             with self.autocast(): yield self

@@ -152,6 +152,7 @@ is_functorch_wrapped = getattr(_functorch, 'is_functorch_wrapped_tensor', lambda
 
 # %% ../../nbs/util/01_torch_private.ipynb #0f6e2a12
 multiply_all = torch._foreach_mul_ # tensors, in place, by a number
+norms_of = torch._foreach_norm # of tensors on one device, each by itself
 flatten_all = torch._utils._flatten_dense_tensors # dense tensors of one type, to one tensor
 fused_adam,fused_adamw = torch._fused_adam_,torch._fused_adamw_ # a step of Adam for many parameters
 
