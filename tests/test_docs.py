@@ -1,5 +1,5 @@
 "README, site and notebooks show what the code does, and nothing of the machine they were made on"
-import ast,inspect,json,math,re,subprocess,symtable,sys
+import ast,importlib,inspect,json,math,re,subprocess,symtable,sys
 from dataclasses import is_dataclass
 from functools import partial
 from html import escape,unescape
@@ -242,6 +242,11 @@ def check_search(index):
     assert index['config']['fields']['title']['boost']<100 # else a word in a title beats any number of words in a text
 
 tabs = ['Start','Tutorials','How-to','Troubleshooting','API','Project']
+
+def test_the_menu_has_what_you_import_with_a_star():
+    given = vars(importlib.import_module(f'{docs.lib}.all'))
+    gives = {docs._stem(fn) for fn in docs.library for n,o in public(fn) if given.get(n) is o}
+    assert gives<={*docs.order} and len(docs.called)==len(docs.order)
 
 @pytest.mark.slow
 def test_site(tmp_path):
