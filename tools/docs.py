@@ -99,7 +99,7 @@ def colored(html):
     "A table of pandas without its own looks, which the site has as well; with the colors that code has given it"
     return re.sub(r'<style scoped>.*?</style>| border="1" class="dataframe"| style="text-align: right;"', '', html, flags=re.S)
 
-def _unsearched(html): return colored(html).replace('<table', '<table data-search-exclude="true"')
+def _unsearched(html): return f'<div data-search-exclude="true">\n{colored(html)}\n</div>'
 
 known = {} # public names, and methods of fastai's `Learner` without it: the page of the signature, its anchor, and the object
 files = {} # pictures and results that pages link to, and where they are on the site
