@@ -228,7 +228,8 @@ def lines_of_cells():
     for c in (c for fn in nbs for c in read_nb(fn).cells if c.cell_type=='code' and not {'hide','export'} & set(readme.directives(c))):
         outs = [o.get('text') or o.data.get('text/plain', '') for o in c.get('outputs', []) if 'text/markdown' not in o.get('data', {})]
         code = '' if 'echo' in readme.directives(c) else readme.code(c)
-        for text in [code, *map(''.join, outs)]: yield from (' '.join(o.split()) for o in text.split('\n') if len(o)>60)
+        lines = [' '.join(o.split()) for text in (code, *map(''.join, outs)) for o in text.split('\n')]
+        yield from (o for o in lines if len(o)>60)
 
 def check_search(index):
     "Each section is in it, but no code, nothing that it put out and no source page; symptoms and tutorials count most"

@@ -51,7 +51,7 @@ def shown(cell):
 def is_stale(stored, now):
     "Is what a cell puts out `now` of another kind or another size than what is stored? Labels with other digits change a picture a little"
     if [k for k,_ in stored]!=[k for k,_ in now]: return True
-    return any(abs(a-b)>(k=='image/png')*.04*a for (k,olds),(_,news) in zip(stored, now) for a,b in zip(olds, news))
+    return any(abs(a-b)>(k=='image/png')*.03*a for (k,olds),(_,news) in zip(stored, now) for a,b in zip(olds, news))
 
 def test_what_is_stale():
     "A line more or less is; a tick label of other digits is not, and neither are other numbers"
