@@ -1,14 +1,15 @@
 "README, site and notebooks show what the code does, and nothing of the machine they were made on"
-import ast,inspect,json,math,re,subprocess,symtable,sys
+import ast,importlib,inspect,json,math,re,subprocess,symtable,sys
 from dataclasses import is_dataclass
 from functools import partial
-from html import escape
+from html import escape,unescape
 from pathlib import Path
 import pandas as pd
 import pytest,torch
 from fastai.callback.fp16 import AMPMode
 from fastcore.docments import docments
 from fastcore.nbio import read_nb
+from markdown.extensions.toc import slugify
 from torch import nn
 import docs,readme,signatures
 from benchmarks import report
@@ -17,6 +18,7 @@ from benchmarks.speed import fp16_cpu,gpu
 
 root = Path(__file__).parent.parent
 nbs = sorted((root/'nbs').rglob('*.ipynb'))
+files = [*nbs, *(root/o for o in ('README.md','CONTRIBUTING.md','CHANGELOG.md','benchmarks/README.md'))]
 modules = [*map(docs._module, docs.library)]
 
 def test_readme_is_the_index():
@@ -42,14 +44,9 @@ def test_report_is_made_of_the_results():
     measure = [fn for fn in scripts if 'def main(' in fn.read_text() or fn.with_suffix('.json').exists()]
     assert listed=={str(fn.relative_to(root/'benchmarks')) for fn in measure}
 
-def test_readme_is_short_and_its_links_lead_somewhere():
-    "It must be read, and a picture must be worth something to who does not see it"
-    text = (root/'README.md').read_text()
-    assert len(text.encode())<=13_300
-    for o in re.findall(r'\]\((?!https?:)([^)#]*)', text): assert (root/o).exists(), o
-    headings = re.findall(r'^#+ (.*)', text, re.M)
-    alts = re.findall(r'!\[([^]]*)\]', text)
-    assert alts and not set(alts) & set(headings)
+def test_readme_is_short():
+    "It must be read"
+    assert len((root/'README.md').read_bytes())<=13_300
 
 def test_architecture_names_what_there_is():
     text = '\n'.join(c.source for c in read_nb(root/'nbs'/'architecture.ipynb').cells)
@@ -60,10 +57,41 @@ def test_architecture_names_what_there_is():
         code = of[module].read_text()
         for name in re.findall(r'`(\w+)`', names): assert name=='fastai_amp16_demo' or name in code
 
-@pytest.mark.parametrize('fn', nbs, ids=lambda o: o.stem)
+def prose(fn):
+    "The Markdown of a notebook, with that which its cells put out, or of a file; without code"
+    cells = read_nb(fn).cells if fn.suffix=='.ipynb' else []
+    put_out = [''.join(o.data['text/markdown']) for c in cells for o in c.get('outputs', []) if 'text/markdown' in o.get('data', {})]
+    text = '\n\n'.join([*(c.source for c in cells if c.cell_type=='markdown'), *put_out]) if cells else fn.read_text()
+    return re.sub('^ *```.*?^ *```', '', text, flags=re.M|re.S)
+
+def places(fn):
+    "What can stand after the `#` of a link: the headings of a page as the site writes them, and the names that a notebook exports"
+    names = [n for n,_ in public(fn)] if fn in docs.library else []
+    return {*names, *(slugify(o, '-') for o in re.findall('^#+ (.*)', prose(fn), re.M))}
+
+@pytest.mark.parametrize('fn', files, ids=lambda o: o.stem)
 def test_links(fn):
-    text = '\n'.join(c.source for c in read_nb(fn).cells if c.cell_type=='markdown')
-    for o in re.findall(r'\]\((?!https?:|#)([^)#]*)', text): assert (fn.parent/o).exists(), o
+    "They lead to a file, and to a place that is there"
+    for file,place in re.findall(r'\]\((?!https?:)([^)#]*)#?([^)]*)\)', prose(fn)):
+        to = (fn.parent/file).resolve() if file else fn
+        assert to.exists(), file
+        assert not place or place in places(to), f'{file}#{place}'
+
+def test_dead_links_are_told(tmp_path):
+    (tmp_path/'a').mkdir()
+    (tmp_path/'a'/'x.html').write_text('<h2 id="one"> <a href="#one">1</a> <a href="../y.html#two">2</a> <a href="https://z.org/#z">z</a>')
+    (tmp_path/'y.html').write_text('<a href="a/x.html#three">3</a> <img src="a/x.png"> <a href="a">a</a>')
+    assert sorted(docs.dead_links(tmp_path))==[
+        'a/x.html links to ../y.html#two: there is no such place', 'y.html links to a/x.html#three: there is no such place',
+        'y.html links to a/x.png: there is no such file', 'y.html links to a: there is no such file']
+
+@pytest.mark.parametrize('fn', nbs, ids=lambda o: o.stem)
+def test_pictures_are_told_in_words(fn):
+    "By `#| fig-alt:`, which says more than a heading"
+    headings = re.findall('^#+ (.*)', prose(fn), re.M)
+    for c in read_nb(fn).cells:
+        if 'hide' in readme.directives(c) or not any('image/png' in o.get('data', {}) for o in c.get('outputs', [])): continue
+        assert len(readme.alt_text(c))>20 and readme.alt_text(c) not in headings, c.source
 
 @pytest.mark.parametrize('fn', nbs, ids=lambda o: o.stem)
 def test_no_sentence_is_taken_for_a_list(fn):
@@ -193,17 +221,34 @@ def test_code_is_behind_closed_folds_and_signatures_are_before_it(fn):
 answers = [ # what you type into the search, a page that answers it, and words of the answer
     ('Gradient overflow. Skipping step', 'troubleshooting.html'), ('NaN', 'tutorials/epsilon.html'),
     ('hysteresis', 'train/scaler.html'), ('keep_fp32', 'precision/plan.html'), ('master weights', 'tutorials/master_weights.html'),
-    ('DataParallel', 'scaling.html'), ('loss scale', 'train/scaler.html')]
+    ('DataParallel', 'scaling.html'), ('loss scale', 'train/scaler.html'), ('bug', 'CONTRIBUTING.html'), ('issue', 'CONTRIBUTING.html')]
+
+def lines_of_cells():
+    "Long lines of the code that pages show, signatures aside, and of what it put out, Markdown aside"
+    for c in (c for fn in nbs for c in read_nb(fn).cells if c.cell_type=='code' and not {'hide','export'} & set(readme.directives(c))):
+        outs = [o.get('text') or o.data.get('text/plain', '') for o in c.get('outputs', []) if 'text/markdown' not in o.get('data', {})]
+        code = '' if 'echo' in readme.directives(c) else readme.code(c)
+        lines = [' '.join(o.split()) for text in (code, *map(''.join, outs)) for o in text.split('\n')]
+        yield from (o for o in lines if len(o)>60)
 
 def check_search(index):
-    "Each section is in it, but no code behind a fold and no source page; tutorials count most"
+    "Each section is in it, but no code, nothing that it put out and no source page; symptoms and tutorials count most"
     entries = [{**o, 'words': ' '.join(re.sub('<[^>]*>', '', o['title']+' '+o['text']).split())} for o in index['docs']]
     for words,page in answers: assert any(o['location'].startswith(page) and words in o['words'] for o in entries), words
     boosts = {o['location'].split('#')[0]: o['boost'] for o in entries}
-    assert not any(o.startswith('source/') for o in boosts)
-    assert boosts['tutorials/epsilon.html']>boosts['train/scaler.html']>boosts['util/nested.html']
-    assert not any('def _norm_role' in o['words'] for o in entries if o['location'].startswith('precision/plan'))
+    assert not any(o.startswith(('source/','notebooks/')) for o in boosts)
+    assert max(boosts, key=boosts.get)=='troubleshooting.html'
+    assert boosts['CONTRIBUTING.html']==boosts['tutorials/epsilon.html']>boosts['train/scaler.html']>boosts['util/nested.html']
+    everything = unescape(' '.join(o['words'] for o in entries))
+    assert [o for o in lines_of_cells() if o in everything]==[] and 'def _norm_role' not in everything
     assert index['config']['fields']['title']['boost']<100 # else a word in a title beats any number of words in a text
+
+tabs = ['Start','Tutorials','How-to','Troubleshooting','API','Project']
+
+def test_the_menu_has_what_you_import_with_a_star():
+    given = vars(importlib.import_module(f'{docs.lib}.all'))
+    gives = {docs._stem(fn) for fn in docs.library for n,o in public(fn) if given.get(n) is o}
+    assert gives<={*docs.order} and len(docs.called)==len(docs.order)
 
 @pytest.mark.slow
 def test_site(tmp_path):
@@ -213,22 +258,25 @@ def test_site(tmp_path):
     assert len(pages)==len(docs.pages)
     for n,_ in public(): assert any(re.search(rf'<h[34] id="{re.escape(n)}">', o) for o in pages.values()), n
     for path,text in pages.items():
-        assert not re.search(r'href="[^"]*ipynb', text), path
         assert not re.search(r'href="[./]*(README\.md|examples/\w+\.py)', text), path # these have pages
         assert not re.search(r'<(script|link|img|iframe)[^>]*(src|href)="(https?:)?//', text), path
-        for o in re.findall(r'<img [^>]*src="([^"]*)"', text): assert (path.parent/o).exists(), o
         assert re.search(r'<meta name="description" content="[^"]{10,}"', text), path
         in_boxes = re.findall('<div class="scroll(?: params| prose)?"><table|<table class="highlighttable"', text)
         assert len(re.findall('<table', text))==len(in_boxes), path
         assert not re.search(r'<details[^>]* open|&lt;details|```', text) or 'source' in path.parts, path
+    for source,to in docs.pages.items(): # one link of each to its notebook, if it has one
+        own = [str(Path('notebooks', source.relative_to(docs.nbs)))] if source.suffix=='.ipynb' else []
+        assert [o.lstrip('./') for o in re.findall(r'href="([^"]*\.ipynb)"', pages[(tmp_path/to).with_suffix('.html')])]==own
     assert 'overflow-x: auto' in re.search(r'\.scroll \{[^}]*\}', (tmp_path/'site.css').read_text())[0]
     calls = (tmp_path/'reference.html').read_text() # on a phone, each cell says which column it is of
     row = re.search('<tr>(?:(?!</tr>).)*learn.fp16_doctor.*?</tr>', calls, re.S)[0]
     assert re.findall('<td data-head="(.*?)"', row)==['you want to','write','read']
-    nav = re.findall(r'class="md-tabs__item.*?<a [^>]*>\s*(.*?)\s*</a>', pages[tmp_path/'index.html'], re.S)
-    guides = map(docs.title, [docs.practice,docs.scaling,docs.reference])
-    assert nav==['Get started','Troubleshooting','Tutorials','Moving',*guides,'Library','Benchmarks','Project']
-    assert re.search(r'<style[^>]*>[^<]*rgba\(218,54,51,.22\)', pages[tmp_path/'tutorials'/'reports.html']) # the row of the producer
+    opened = {name: tmp_path/href for href,name in
+              re.findall(r'class="md-tabs__item.*?<a href="(.*?)"[^>]*>\s*(.*?)\s*</a>', pages[tmp_path/'index.html'], re.S)}
+    assert [*opened]==tabs and opened['API'].stem=='reference' and opened['Project'].stem=='CONTRIBUTING'
+    alone = {name for name,path in opened.items() if re.search('<div class="md-sidebar md-sidebar--primary"[^>]* hidden', pages[path])}
+    assert alone=={'Start','Troubleshooting'}
+    assert any(re.search(r'<style[^>]*>[^<]*rgba\(218,54,51,.22\)', o) for o in pages.values()) # the row of the producer
     check_search(json.loads((tmp_path/'search'/'search_index.json').read_text()))
 
 def names_in(source):

@@ -1,7 +1,8 @@
 "Build a site of all notebooks, as they stand with their outputs, in _site: to browse and to search, without a network as well"
 import ast,importlib,os,re,shutil,subprocess,sys,tempfile,warnings
-from html import escape
+from html import escape,unescape
 from pathlib import Path
+from urllib.parse import unquote
 import yaml
 from fastcore.nbio import read_nb
 from nbdev.showdoc import showdoc_nm
@@ -11,15 +12,17 @@ from signatures import signature
 lib,nbs = 'fastai_amp16',root/'nbs'
 folders = 'util','precision','train','optim','diagnosis','.' # of modules, as they import each other
 library = [o for f in folders for o in sorted((nbs/f).glob('[0-9]*.ipynb'))]
-tutorials,moving = (sorted((nbs/f).glob('*.ipynb')) for f in ('tutorials','moving'))
-troubleshooting,practice,scaling,reference,architecture,faults = guides = [
-    nbs/f'{o}.ipynb' for o in ('troubleshooting','in_practice','scaling','reference','architecture','fastai_faults')]
+tutorials,moving,guides = (sorted(nbs.glob(o)) for o in ('tutorials/*.ipynb','moving/*.ipynb','[!0-9]*.ipynb'))
+guides.remove(index := nbs/'index.ipynb')
+troubleshooting,practice,reference,architecture,faults = placed = [
+    nbs/f'{o}.ipynb' for o in ('troubleshooting','in_practice','reference','architecture','fastai_faults')]
+contributing = root/'CONTRIBUTING.md'
 scripts = [*sorted((root/lib).rglob('[!_]*.py')), *sorted((root/'benchmarks').rglob('*.py')), *sorted((root/'examples').glob('*.py'))]
 
 def _stem(nb): return re.sub(r'^\d+_', '', nb.stem)
 def _inside_nbs(nb): return nb.parent.relative_to(nbs)/_stem(nb)
 pages = {
-    nbs/'index.ipynb': 'index.md',
+    index: 'index.md',
     **{o: str(_inside_nbs(o).with_suffix('.md')) for o in [*library, *guides, *tutorials, *moving]},
     **{o: f"source/{o.relative_to(root).with_suffix('.md')}" for o in scripts},
     **{root/o: o for o in ('CHANGELOG.md','CONTRIBUTING.md')},
@@ -64,34 +67,42 @@ def exported(cell, module):
 # %% pages
 def render(nb, site):
     "The Markdown of a notebook; its pictures go into `site`"
-    pngs,to = [],Path(pages[nb])
+    widths,to = {},Path(pages[nb])
     module = _module(nb)
     def picture(png):
-        pngs.append(png)
-        path = site/'images'/f'{to.stem}-{len(pngs)}.png'
+        path = site/'images'/f'{to.stem}-{len(widths)+1}.png'
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(png)
-        return os.path.relpath(path, (site/to).parent)
-    first,*rest = blocks(nb, picture, lambda s: linked(s, nb), lambda cell: (linked(o, nb) for o in exported(cell, module)), colored)
+        res = os.path.relpath(path, (site/to).parent)
+        widths[res] = int.from_bytes(png[16:20], 'big')*3//5 # of 200 dots per inch: makes its 10 points as large as the text
+        return res
+    def enlargeable(m): return f'[{m[0]}'+(f'{{ width="{widths[m[2]]}" }}' if m[2] in widths else '')+f']({m[2]})' # by a tap
+    first,*rest = blocks(nb, picture, lambda s: linked(s, nb), lambda cell: (linked(o, nb) for o in exported(cell, module)), _unsearched)
     is_inside = False
     for i,o in enumerate(rest): # the contents of a page name what you call, and of the rest the headings
         for heading in re.findall('^## (.*)', o, re.M): is_inside = heading.startswith('Inside')
         if is_inside and o.startswith('### `'): rest[i] = f'#{o}'
-    text = '\n\n'.join([_with_module(first, module) if module else first, *rest])
-    return re.sub(r'^!\[([^]]*)\]\(([^)]*)\)$', r'[![\1](\2)](\2)', text, flags=re.M) # a tap enlarges it
+    text = '\n\n'.join([_with_files(first, nb, module), *rest])
+    text = re.sub('^```(python|text)$', r'```{ .\1 data-search-exclude="true" }', text, flags=re.M) # a search is for what is said
+    return re.sub(r'^!\[([^]]*)\]\(([^)]*)\)$', enlargeable, text, flags=re.M)
 
-def _with_module(opening, module):
-    "The opening of a page, with where its code is after title and subtitle"
-    name,(head,sub,*rest) = module.__name__,opening.split('\n\n')
-    source = '../'*(name.count('.')-1)+f"source/{name.replace('.', '/')}.md"
-    return '\n\n'.join([head, sub, f'*Module* <code>{name}</code> · [source]({source})', *rest])
+def _with_files(opening, nb, module):
+    "The opening of a page, with the module and the notebook that it is of after title and subtitle"
+    inside,(head,sub,*rest) = nb.relative_to(nbs),opening.split('\n\n')
+    up,name = '../'*(len(inside.parts)-1),module.__name__ if module else ''
+    source = f"*Module* <code>{name}</code> · [source]({up}source/{name.replace('.', '/')}.md) · " if module else ''
+    said = 'notebook' if module else 'Download this page as a notebook'
+    line = f'{source}[{said}]({up}notebooks/{inside}){{ download="{nb.name}" }}\n{{: .files }}'
+    return '\n\n'.join([head, sub, line, *rest])
 
 def colored(html):
     "A table of pandas without its own looks, which the site has as well; with the colors that code has given it"
     return re.sub(r'<style scoped>.*?</style>| border="1" class="dataframe"| style="text-align: right;"', '', html, flags=re.S)
 
+def _unsearched(html): return f'<div data-search-exclude="true">\n{colored(html)}\n</div>'
+
 known = {} # public names, and methods of fastai's `Learner` without it: the page of the signature, its anchor, and the object
-images = {} # files that are shown, and where they are on the site
+files = {} # pictures and results that pages link to, and where they are on the site
 
 def is_meant(name, here):
     "Does `name` on the page of `here` mean what has this name? An ordinary word does so where the module has it, or all are listed"
@@ -100,14 +111,17 @@ def is_meant(name, here):
     return module is not None and vars(module).get(name) is obj
 
 def linked(text, here):
-    "Links to notebooks and files as links to their pages; names in backticks as links to signatures, but not in code and headings"
+    """Links to notebooks and files as links to their pages, or as code if they have none
+
+    Names in backticks become links to signatures, but not in code and headings."""
     at = Path(pages[here]).parent
     def file(m):
-        path = (here.parent/m[1]).resolve()
-        if path==root/'README.md': path = nbs/'index.ipynb'
-        if path.suffix=='.png': images[path] = f'images/{path.name}'
-        to = pages.get(path) or images.get(path)
-        return f"]({os.path.relpath(to, at)}{m[2] or ''})" if to else f']({m[1]})'
+        path = (here.parent/m[2]).resolve()
+        if path==root/'README.md': path = index
+        if path.suffix in ('.png','.json') and path.exists(): files[path] = str(Path('files', path.relative_to(root)))
+        to = pages.get(path) or files.get(path)
+        if to: return f"[{m[1]}]({os.path.relpath(to, at)}{m[3] or ''})"
+        return f"`{m[1].strip('`')}`" if path.is_file() else m[0]
     def name(m):
         if m[2] not in known or not is_meant(m[2], here): return m[0]
         page,anchor,_ = known[m[2]]
@@ -115,11 +129,11 @@ def linked(text, here):
     def module(m): # at the start of a row
         to = next((to for o,to in pages.items() if o in library and _stem(o)==m[1] or o==root/lib/f'{m[1]}.py' and m[1]=='all'), None)
         return f'[`{m[1]}`]({to})' if to and here in guides else m[0]
-    def files(s): return re.sub(r'\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)', file, s)
+    def link(s): return re.sub(r'\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)', file, s)
     def names(s): return re.sub(r'`((?:learn\.)?([\w.]+)(?:\([^`]*\))?)`', name, s)
     text = re.sub(r'(?<=^\| )`(\w+)`(?= \|)', module, text, flags=re.M)
     parts = re.split(r'(^ *```.*?^ *```|^#+ .*?$|\[[^\]]*\]\([^)]*\)|<summary>.*?</summary>)', text, flags=re.M|re.S)
-    return ''.join(files(o) if i%2 else names(o) for i,o in enumerate(parts))
+    return ''.join(link(o) if i%2 else names(o) for i,o in enumerate(parts))
 
 def _know(nb):
     "Note where the public names of a notebook are"
@@ -129,25 +143,25 @@ def _know(nb):
 
 def title(nb): return re.search(r'^# (.*)', read_nb(nb).cells[0].source)[1]
 
-imports = [o for o in ast.parse((root/lib/'all.py').read_text()).body if isinstance(o, ast.ImportFrom)]
-for_all = {n for o in imports for n in ([o.module.split('.')[-1]] if o.module else [a.name for a in o.names])}
-def is_for_all(nb):
-    "Does `import *` give something of a library notebook?"
-    return _stem(nb) in for_all
+order = 'learner callback checkpoint doctor report ask history messages clip optimizer plan scaler swap'.split() # as you need them
+called = [o for name in order for o in library if _stem(o)==name]
+short = {'reference': 'All calls', 'report': 'Report objects', 'libraries': 'Other libraries', 'overview': 'Overview'} # names in the menu
 
 def _nav():
-    "What stands in the menu"
-    def named(nbs): return [{title(o): pages[o]} for o in nbs]
+    "What stands in the menu: a tab for each thing that a reader may want"
+    def named(nbs): return [{short.get(_stem(o)) or re.sub('^From ', '', title(o)): pages[o]} for o in nbs]
     def sources(folder): return [{str(o.relative_to(root/folder)): pages[o]} for o in scripts if root/folder in o.parents]
-    def of_folder(f): return [o for o in library if o.parent==nbs/f and o not in called]
-    order = 'learner callback messages doctor swap ask report history clip optimizer plan scaler'.split() # as you need them
-    called = sorted(filter(is_for_all, library), key=lambda o: order.index(_stem(o)))
-    others = [{f: named(of_folder(f))} for f in folders[:-1] if of_folder(f)]+named(of_folder('.'))
-    parts = [{'For training': named(called)}, {'For those who read the code': [*named([architecture]), *others]}]
-    project = [{'Source': [{o: sources(o)} for o in (lib,'benchmarks','examples')]}, {'Changelog': 'CHANGELOG.md'},
-               {'Contributing': [{'How to': 'CONTRIBUTING.md'}, *named([faults])]}]
-    return [{'Get started': 'index.md'}, *named([troubleshooting]), {'Tutorials': named(tutorials)}, {'Moving': named(moving)},
-            *named([practice,scaling,reference]), {'Library': parts}, {'Benchmarks': 'benchmarks.md'}, {'Project': project}]
+    def inside(f): return named(o for o in library if o.parent==nbs/f and o not in called)
+    how_to = [practice, *(o for o in guides if o not in placed), *(o for o in tutorials if _stem(o)=='libraries')]
+    for_readers = [*named([architecture]), *({f: inside(f)} for f in folders[:-1] if inside(f)), *inside('.')]
+    return [
+        {'Start': pages[index]},
+        {'Tutorials': named(o for o in tutorials if o not in how_to)},
+        {'How-to': [*named(how_to), {'Moving from …': named(moving)}]},
+        *named([troubleshooting]),
+        {'API': [*named([reference]), {'For training': named(called)}, {'Inside': for_readers}]},
+        {'Project': [{'Contributing': pages[contributing]}, {'Changelog': 'CHANGELOG.md'}, {'Benchmarks': 'benchmarks.md'},
+                     *named([faults]), {'Source': [{o: sources(o)} for o in (lib,'benchmarks','examples')]}]}]
 
 def _theme():
     "How it looks, by day and by night"
@@ -175,8 +189,8 @@ def weight(path):
     "How much a word on a page counts in a search, beside one on a page of the library that `import *` gives"
     if path==troubleshooting: return 6. # begins with what people see
     if _stem(path) in ('learner','callback','in_practice'): return 4. # where most questions are answered
-    if path in (*tutorials, *moving, *guides) or path.stem=='index': return 2.
-    return 1. if path in library and is_for_all(path) else .25
+    if path in (*tutorials, *moving, *guides, index, contributing): return 2.
+    return 1. if path in called else .25
 
 def with_meta(text, path):
     "The page `text` of the file `path` with its description, and what a search makes of it"
@@ -184,6 +198,7 @@ def with_meta(text, path):
     search = dict(exclude=True) if is_source else dict(boost=weight(path))
     meta = dict(description=of_source(path) if is_source else described(text), search=search)
     if is_source: meta['hide'] = ['toc'] # room for the lines
+    if path in (index,troubleshooting): meta['hide'] = ['navigation'] # a tab of one page
     return f'---\n{yaml.safe_dump(meta, allow_unicode=True, sort_keys=False)}---\n\n{text}'
 
 def boxed(html):
@@ -207,12 +222,11 @@ def config(out):
     "The settings of MkDocs, which writes to `out`"
     extensions = ['attr_list', 'sane_lists', 'tables', 'md_in_html', 'pymdownx.superfences', 'pymdownx.magiclink',
                   {'pymdownx.highlight': dict(anchor_linenums=True)}, {'toc': dict(permalink=True, toc_depth=3)}]
-    checks = 'omitted_files','absolute_links','unrecognized_links','anchors'
     return dict(
         site_name=lib, site_dir=str(out), docs_dir='docs', theme=_theme(), nav=_nav(), markdown_extensions=extensions,
         plugins=[{'search': dict(separator=r'[\s\-,:=\[\]()"`/.]+', fields=dict(title=dict(boost=10.)))}, 'offline'],
         extra_css=['site.css'], extra=dict(polyfills=['iframe-worker.js'], generator=False),
-        validation=dict.fromkeys(checks, 'warn'))
+        validation=dict(nav=dict(omitted_files='warn'), links=dict(not_found='ignore'))) # `dead_links` sees to these
 
 def _source(path):
     "The page of a Python file, which may have fences of three backticks itself"
@@ -222,7 +236,19 @@ def _mkdocs(folder, out):
     "Let MkDocs make pages in `out` of the Markdown in `folder`; its successor is no concern of who reads this"
     (folder/'mkdocs.yml').write_text(yaml.safe_dump(config(out), sort_keys=False))
     env = {**os.environ, 'NO_MKDOCS_2_WARNING': '1'}
-    subprocess.run([sys.executable, '-m', 'mkdocs', 'build', '--quiet', '--strict'], cwd=folder, check=True, env=env)
+    res = subprocess.run([sys.executable, '-m', 'mkdocs', 'build', '--strict'], cwd=folder, env=env, capture_output=True, text=True)
+    if res.returncode: raise SystemExit(res.stderr)
+
+def dead_links(out):
+    "A sentence on each link within the site in the folder `out` that leads to no file, or to no place in it"
+    texts = {o: o.read_text() for o in out.rglob('*.html')}
+    places = {o: {unescape(i) for i in re.findall(r'\s(?:id|name)="([^"]*)"', text)} for o,text in texts.items()}
+    for page,text in texts.items():
+        for link in {*re.findall(r'\s(?:href|src)="(?!\w+:|//)([^"]*)"', text)}:
+            file,_,place = unquote(unescape(link)).partition('#')
+            to = Path(os.path.normpath(page.parent/file)) if file else page
+            if not to.is_file(): yield f'{page.relative_to(out)} links to {link}: there is no such file'
+            elif place and place not in places.get(to, [place]): yield f'{page.relative_to(out)} links to {link}: there is no such place'
 
 def build(out):
     "Write the site to the folder `out`"
@@ -230,21 +256,21 @@ def build(out):
         warnings.simplefilter('ignore')
         site = Path(d)/'docs'
         shutil.copytree(root/'tools'/'site', site)
+        shutil.copytree(nbs, site/'notebooks', ignore=shutil.ignore_patterns('.*','*.yml','images','__pycache__'))
         for nb in library: _know(nb) # first: any page may link to them
         for path,to in pages.items():
             (site/to).parent.mkdir(exist_ok=True, parents=True)
             if path.suffix=='.ipynb': text = render(path, site)
             elif path.suffix=='.py': text = _source(path)
-            else:
-                text = linked(path.read_text(), path)
-                for o in re.findall(r'\]\(([\w/]+\.json)\)', text):
-                    (site/to).parent.joinpath(o).parent.mkdir(exist_ok=True, parents=True)
-                    shutil.copy(path.parent/o, (site/to).parent/o)
+            else: text = linked(path.read_text(), path)
             (site/to).write_text(with_meta(text, path))
-        for path,to in images.items(): shutil.copy(path, site/to)
+        for path,to in files.items():
+            (site/to).parent.mkdir(exist_ok=True, parents=True)
+            shutil.copy(path, site/to)
         _mkdocs(Path(d), out)
     (out/'404.html').unlink() # for servers only
     for o in out.rglob('*.html'): o.write_text(boxed(o.read_text()))
+    if dead := sorted(dead_links(out)): raise SystemExit('\n'.join(dead))
 
 if __name__=='__main__':
     build(root/'_site')

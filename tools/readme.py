@@ -8,9 +8,9 @@ root = Path(__file__).resolve().parent.parent
 
 def directives(cell): return re.findall(r'^#\| *(\w+)', cell.source, re.M) if cell.cell_type=='code' else []
 
-def alt_text(cell, heading):
-    "What its picture shows, in words: as `#| fig-alt:` says, which Quarto reads as well; else the heading that it stands under"
-    return ([heading]+re.findall(r'^#\| *fig-alt: *(.*)$', cell.source, re.M))[-1]
+def alt_text(cell):
+    "What its picture shows, in words: as `#| fig-alt:` says, which Quarto reads as well"
+    return ''.join(re.findall(r'^#\| *fig-alt: *(.*)$', cell.source, re.M))
 
 def code(cell): return '\n'.join(o for o in cell.source.splitlines() if not o.startswith('#|')).strip()
 
@@ -50,16 +50,13 @@ def blocks(
     table=plain # What becomes of HTML
 ):
     "The Markdown of a notebook, piece by piece"
-    heading = ''
     for cell in read_nb(nb).cells:
-        if cell.cell_type=='markdown':
-            heading = ([heading]+re.findall(r'^#+ (.*)', cell.source, re.M))[-1]
-            yield text(cell.source)
+        if cell.cell_type=='markdown': yield text(cell.source)
         elif cell.cell_type=='code' and not {'hide','default_exp'} & set(directives(cell)):
             if 'export' in directives(cell): yield from exported(cell)
             else:
                 if 'echo' not in directives(cell) and code(cell): yield f'```python\n{code(cell)}\n```'
-                yield from (_shown(o, picture, alt_text(cell, heading), text, table) for o in cell.get('outputs', []))
+                yield from (_shown(o, picture, alt_text(cell), text, table) for o in cell.get('outputs', []))
 
 def make():
     "The text of README.md, and a dict from the paths of its pictures to their bytes"
