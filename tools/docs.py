@@ -12,8 +12,8 @@ lib,nbs = 'fastai_amp16',root/'nbs'
 folders = 'util','precision','train','optim','diagnosis','.' # of modules, as they import each other
 library = [o for f in folders for o in sorted((nbs/f).glob('[0-9]*.ipynb'))]
 tutorials,moving = (sorted((nbs/f).glob('*.ipynb')) for f in ('tutorials','moving'))
-troubleshooting,practice,scaling,reference,architecture,faults = guides = [
-    nbs/f'{o}.ipynb' for o in ('troubleshooting','in_practice','scaling','reference','architecture','fastai_faults')]
+troubleshooting,practice,exceptions,scaling,reference,architecture,faults = guides = [
+    nbs/f'{o}.ipynb' for o in ('troubleshooting','in_practice','not_restored','scaling','reference','architecture','fastai_faults')]
 scripts = [*sorted((root/lib).rglob('[!_]*.py')), *sorted((root/'benchmarks').rglob('*.py')), *sorted((root/'examples').glob('*.py'))]
 
 def _stem(nb): return re.sub(r'^\d+_', '', nb.stem)
@@ -147,7 +147,8 @@ def _nav():
     project = [{'Source': [{o: sources(o)} for o in (lib,'benchmarks','examples')]}, {'Changelog': 'CHANGELOG.md'},
                {'Contributing': [{'How to': 'CONTRIBUTING.md'}, *named([faults])]}]
     return [{'Get started': 'index.md'}, *named([troubleshooting]), {'Tutorials': named(tutorials)}, {'Moving': named(moving)},
-            *named([practice,scaling,reference]), {'Library': parts}, {'Benchmarks': 'benchmarks.md'}, {'Project': project}]
+            {title(practice): named([practice,exceptions])}, *named([scaling,reference]), {'Library': parts},
+            {'Benchmarks': 'benchmarks.md'}, {'Project': project}]
 
 def _theme():
     "How it looks, by day and by night"
