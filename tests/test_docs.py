@@ -361,3 +361,11 @@ def test_what_a_gpu_did_comes_to_the_report_by_itself(tmp_path, monkeypatch):
     assert f'It is {min(fused):.2f} to {max(fused):.2f} times if `to_fp16` has a fused AdamW' in text
     ours,bf16 = res['rows'][6:8] # of the ResNet
     assert ('**Batch norms are slower' in text)==(bf16['samples_per_second']<ours['samples_per_second'])
+
+def test_warnings_name_entries_of_troubleshooting():
+    "Each heading that a message of the package sends you to is there"
+    nodes = [o for fn in (root/'fastai_amp16').rglob('*.py') for o in ast.walk(ast.parse(fn.read_text()))]
+    texts = [o.value for o in nodes if isinstance(o, ast.Constant) and isinstance(o.value, str)]
+    named = {o for text in texts for o in re.findall('See "(.*?)" in Troubleshooting', text)}
+    page = '\n'.join(c.source for c in read_nb(root/'nbs'/'troubleshooting.ipynb').cells if c.cell_type=='markdown')
+    assert len(named)>5 and named<={*re.findall('^### (.*)', page, re.M)}

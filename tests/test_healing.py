@@ -403,7 +403,7 @@ def test_a_batch_that_raises_in_fp32_only_is_skipped_as_told(at):
     assert mp.history.skipped.tolist()==[i in at for i in range(8)] and mp.promoted==[]
     why = "in fp32 the batch raises ValueError (not in fp32)"
     assert msgs==[f"A batch went wrong in fp16, and its diagnosis failed: {why}. Its step is skipped. "
-                  "To train without half precision: learn.to_fp32()."]
+                  'To train without half precision: learn.to_fp32(). See "Its diagnosis failed" in Troubleshooting.']
 
 def test_a_batch_that_fp32_cannot_run_tries_lower_scales():
     "The step after one that was skipped asks fp32 first; that does not cost a batch which only needs a lower scale"
@@ -422,7 +422,8 @@ def test_a_diagnosis_that_fails_does_not_lose_the_batch_and_says_why(module, nam
     learn,msgs = said(make)
     assert all_taken(learn) and len(learn.mixed_precision.history)==8 and learn.mixed_precision.reports==[]
     assert msgs==["A batch went wrong in fp16, and its diagnosis failed: it raises IndexError (tuple index out of range). "
-                  "The batch runs in fp32 instead. To train without half precision: learn.to_fp32()."]
+                  "The batch runs in fp32 instead. To train without half precision: learn.to_fp32(). "
+                  'See "Its diagnosis failed" in Troubleshooting.']
     torch.testing.assert_close(weights(learn), weights(fit(make().to_fp32())), rtol=1e-4, atol=1e-5) # all steps are fp32's
     clean(learn)
 

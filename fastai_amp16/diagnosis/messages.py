@@ -135,11 +135,13 @@ def warn_of_slow_half(
     device = plan.params[0].device
     if plan.dtype==torch.bfloat16 and emulates_bf16(device):
         warn_user(f"{torch.cuda.get_device_name(device)} only emulates bf16, which is slow. Training goes on; "
-                  "to_fp16_dynamic() is faster here.")
+                  "to_fp16_dynamic() is faster here. "
+                  'See "The GPU only emulates bf16" in Troubleshooting.')
     if not is_first or plan.dtype==torch.bfloat16 or device.type!='cpu': return
     if any(isinstance(m, convs) and m not in plan.in_fp32 for m in plan.model.modules()):
         warn_user("On a CPU, convolutions in fp16 are slow: a ResNet-18 takes 34 times as long as in fp32. "
-                  "Training goes on; use to_fp32() here, or to_bf16_dynamic() on a CPU with bf16 instructions.")
+                  "Training goes on; use to_fp32() here, or to_bf16_dynamic() on a CPU with bf16 instructions. "
+                  'See "On a CPU, convolutions in fp16 are slow" in Troubleshooting.')
 
 # %% ../../nbs/diagnosis/10_messages.ipynb #04d33bd1
 def showing(
@@ -156,25 +158,26 @@ def showing(
 
 bare_step = ("Your training step changed weights without fastai's events, so its loss was not scaled, and an overflow "
              'goes unnoticed. Call `self._do_grad_opt()`, or `learn._do_grad_opt()` in a callback, in place of '
-             '`loss.backward()` and `opt.step()`.')
+             '`loss.backward()` and `opt.step()`. See "Your training step changed weights" in Troubleshooting.')
 fp32_closures = ('The optimizer calls the model in its own step, through a closure, as L-BFGS does. These forward '
                  'passes compute in fp32, because nothing scales their losses. You need not do anything about it.')
 not_reproducible = ('A batch failed in {}, but not when it ran again unchanged, so nothing else was done about it. '
                     'If you see this often, look for code that reads memory before it writes to it, as some bf16 '
-                    'convolutions on a CPU do.')
+                    'convolutions on a CPU do. See "A batch failed, but not when it ran again" in Troubleshooting.')
+_skipped = ' See "A step was skipped" in Troubleshooting.'
 static_overflow = ('A step was skipped: its gradients overflowed at the static loss scale {:g}. To skip no step, '
-                   'leave out `dynamic=False`.')
+                   'leave out `dynamic=False`.')+_skipped
 written_gradients = ('A step was skipped: its gradients were finite after the backward pass, but code that ran before '
                      'the step made them infinite or NaN. Look for code that writes to `p.grad`, such as '
-                     '`after_backward` of a callback.')
+                     '`after_backward` of a callback.')+_skipped
 def cannot_rerun(
     of_scale:bool # Were only gradients not finite, at a loss scale?
 ) -> str:
     "Say that a step was skipped since its batch could not run again"
     says = ('A step was skipped: its batch overflowed and could not run again, because weights or inputs were changed '
             'within the batch, or because too many batches were accumulated. ')
-    if of_scale: return says+'To avoid that, start with a lower init_scale.'
-    return says+'Its forward pass overflowed, which no loss scale avoids: learn.diagnose_fp16() says where.'
+    if of_scale: return says+'To avoid that, start with a lower init_scale.'+_skipped
+    return says+'Its forward pass overflowed, which no loss scale avoids: learn.diagnose_fp16() says where.'+_skipped
 
 def failed_diagnosis(
     kind:str, # 'fp16' or 'bf16'
@@ -184,7 +187,7 @@ def failed_diagnosis(
     "Say that a diagnosis failed, and what happens to the batch"
     then = 'The batch runs in fp32 instead' if goes_on else 'Its step is skipped'
     return (f"A batch went wrong in {kind}, and its diagnosis failed: {why}. {then}. "
-            "To train without half precision: learn.to_fp32().")
+            'To train without half precision: learn.to_fp32(). See "Its diagnosis failed" in Troubleshooting.')
 
 def _cause_of_stop(mp, batches):
     "Why `batches` at the end of a fit made no step"
@@ -209,7 +212,8 @@ def _why_stopped(mp, n):
     last,these = 'last batch','this batch'
     if n>1: last,these = f'last {n} batches','these batches'
     return (f"Training stopped at {at}: {_cause_of_stop(mp, last)} The weights are those after step {done-n}, "
-            f"before {these}. To stop later, pass a larger `patience`.")
+            f"before {these}. To stop later, pass a larger `patience`. "
+            'See "Training stopped at step" in Troubleshooting.')
 
 def stop_early(
     mp, # The `DynamicMixedPrecision` that ends the fit
@@ -221,5 +225,5 @@ def stop_early(
         if cb.every_epoch or cb.at_end or not math.isinf(cb.best): continue
         cb.run = False # fastai switches it on again after the fit
         mp.stopped += (" `SaveModelCallback` has saved nothing in this fit, so it loads nothing: "
-                       "learn.save('model') keeps them.")
+                       "learn.save('model') keeps the weights.")
     warn_user(mp.stopped)
