@@ -28,6 +28,17 @@ def _link(title):
 
 def _rows(script): return stored(script)['rows']
 
+def _on_a_gpu():
+    "The line on speed and memory, if they were measured beside fp32"
+    def span(key):
+        over = gpu.ratios(stored(gpu), 'to_fp16_dynamic', 'fp32', key)
+        return markdown.span(o for (m,_),o in over.items() if m!=gpu.only_predictions) if over else ''
+    speed,peak = map(span, ('samples_per_second','peak_mib'))
+    if not (speed and peak): return ''
+    return f"""- **On a GPU**: {speed} times as many samples per second as in fp32, in {peak} of its memory, for all models but one
+  ([more](#whole-trainings-on-a-gpu)).
+"""
+
 def _results():
     "What most readers look for: a line for each group"
     def survived(kind, to): return sum(r[to] for r in _rows(survival) if r['kind']==kind)
@@ -35,8 +46,6 @@ def _results():
     n_hard = sum(r['kind']=='training' for r in _rows(survival))
     ok,n = silent.rates(_rows(silent))['wrong']['cpu','fp16']
     ends = sum(map(published.ends, _rows(published)))
-    speed,memory_of = (markdown.span(o for (m,_),o in gpu.ratios(stored(gpu), ours, 'fp32', k).items() if m!=gpu.only_predictions)
-                       for k in ('samples_per_second','peak_mib'))
     bf16 = markdown.span(r['ours'][1] for r in _rows(bf16_cpu))
     fp16 = markdown.span((r['slower'][ours][1] for r in _rows(fp16_cpu)), '.0f')
     pause = markdown.span((r['pause'] for r in stored(diagnosis)['by_depth']), '.0f')
@@ -48,9 +57,7 @@ def _results():
 - **Trainings that are hard for fp16**: {survived('training', ours)} of {n_hard} end as in fp32, and {survived('training', theirs)} with
   `to_fp16` ([more](#what-survives)). Of {len(_rows(published))} failures that people have published, {ends} do ([more](#published-failures)).
 - **Random programs that fp16 makes finite but wrong**: {ok} of {n} end as in fp32 ([more](#finite-but-wrong)).
-- **On a GPU**: {speed} times as many samples per second as in fp32, in {memory_of} of its memory, for all models but one
-  ([more](#whole-trainings-on-a-gpu)).
-- **On a CPU**: bf16 is {bf16} times as fast as fp32, if the CPU has instructions for it ([more](#bf16-on-a-cpu)). In fp16, convolutional
+{_on_a_gpu()}- **On a CPU**: bf16 is {bf16} times as fast as fp32, if the CPU has instructions for it ([more](#bf16-on-a-cpu)). In fp16, convolutional
   networks take {fp16} times as long as in fp32 ([more](#fp16-convolutions-on-a-cpu)).
 - **When a layer moves to fp32**, the fit pauses once, for as long as {pause} steps take ([more](#healing)).
 - **The doctor** warns about {warned} of {n_hostile} models that fail in fp16, and about {healthy} of {n_healthy} healthy ones
