@@ -5,38 +5,19 @@ from benchmarks.accuracy import convergence,epsilon,published,scale_policy,short
 from benchmarks.compatibility import compatibility,libraries
 from benchmarks.diagnosis import diagnosis,doctor
 from benchmarks.memory import accumulation,memory
+from benchmarks.shared import markdown
 from benchmarks.shared.script import results
 from benchmarks.speed import bf16_cpu,compiled,cuda_dispatch,fp16_cpu,gpu,scaling,step_cost
 
 here = Path(__file__).parent
 
-# group: script, whose `section` makes Markdown of its results: the question that it answers
+# group: scripts, whose `section` makes Markdown of their results
 contents = {
-    'Accuracy': {
-        short_fits: 'Do short fits end where fp32 ends?',
-        convergence: 'Do whole trainings end where fp32 ends?',
-        epsilon: "Which eps of Adam's trains best?",
-        published: 'What happens to published failures in fp16? (needs transformers and timm)',
-        silent: 'Is half precision noticed where it is finite but wrong?',
-        survival: 'Which difficult trainings and events does a fit survive?',
-        scale_policy: 'Which policy moves the loss scale best? (`--record` records new gradients)'},
-    'Speed': {
-        step_cost: 'How long does a step take?',
-        compiled: 'How long does a step of a compiled model take?',
-        cuda_dispatch: 'How many kernels does a forward pass launch on a GPU? (needs no GPU)',
-        scaling: 'How does the cost grow with the number of tensors and their size?',
-        gpu: 'How fast are whole trainings on a GPU, and how much memory do they take?',
-        bf16_cpu: 'How fast is bf16 on a CPU?',
-        fp16_cpu: 'How slow are fp16 convolutions on a CPU?'},
-    'Memory': {
-        memory: 'How much memory does a training take on a CPU?',
-        accumulation: 'How much memory does gradient accumulation take?'},
-    'Diagnosis and healing': {
-        diagnosis: 'What do reports and healing cost?',
-        doctor: 'Does `fp16_doctor` warn about the right models?'},
-    'Compatibility': {
-        compatibility: "Do fastai's own notebooks pass in half precision?",
-        libraries: 'Do programs that use other libraries run?'}}
+    'Accuracy': (short_fits,convergence,epsilon,published,silent,survival,scale_policy),
+    'Speed': (gpu,step_cost,compiled,cuda_dispatch,scaling,bf16_cpu,fp16_cpu),
+    'Memory': (memory,accumulation),
+    'Diagnosis and healing': (diagnosis,doctor),
+    'Compatibility': (compatibility,libraries)}
 
 def stored(script): return json.loads(results(script.__file__).read_text())
 
@@ -45,24 +26,65 @@ def _link(title):
     anchor = re.sub(r'[^\w -]', '', title.lower()).replace(' ', '-')
     return f'[{title}](#{anchor})'
 
-def _intro(sections):
-    rows = []
-    for group,scripts in contents.items():
-        rows.append(f'| **{_link(group)}** | | |')
-        for script,question in scripts.items():
-            path,titles = Path(script.__file__).relative_to(here),re.findall('^### (.*)', sections[script], re.M)
-            rows.append(f"| `{path}` | {question} | {', '.join(map(_link, titles))} |")
-    rows = '\n'.join(rows)
-    return f"""<!-- made by benchmarks/report.py -->
+def _rows(script): return stored(script)['rows']
+
+def _on_a_gpu():
+    "The line on speed and memory, if they were measured beside fp32"
+    def span(key):
+        over = gpu.ratios(stored(gpu), 'to_fp16_dynamic', 'fp32', key)
+        return markdown.span(o for (m,_),o in over.items() if m!=gpu.only_predictions) if over else ''
+    speed,peak = map(span, ('samples_per_second','peak_mib'))
+    if not (speed and peak): return ''
+    return f"""- **On a GPU**: {speed} times as many samples per second as in fp32, in {peak} of its memory, for all models but one
+  ([more](#whole-trainings-on-a-gpu)).
+"""
+
+def _results():
+    "What most readers look for: a line for each group"
+    def survived(kind, to): return sum(r[to] for r in _rows(survival) if r['kind']==kind)
+    ours,theirs = 'to_fp16_dynamic','to_fp16'
+    n_hard = sum(r['kind']=='training' for r in _rows(survival))
+    ok,n = silent.rates(_rows(silent))['wrong']['cpu','fp16']
+    ends = sum(map(published.ends, _rows(published)))
+    bf16 = markdown.span(r['ours'][1] for r in _rows(bf16_cpu))
+    fp16 = markdown.span((r['slower'][ours][1] for r in _rows(fp16_cpu)), '.0f')
+    pause = markdown.span((r['pause'] for r in stored(diagnosis)['by_depth']), '.0f')
+    warned,healthy = (len(doctor.warned(stored(doctor), o)) for o in ('hostile','healthy'))
+    n_hostile,n_healthy = (sum(r['kind']==o for r in _rows(doctor)) for o in ('hostile','healthy'))
+    cells,passed = (sum(r['passed'][o] for r in _rows(compatibility)) for o in ('plain',ours))
+    programs,run = (len(libraries.ran(_rows(libraries), o)) for o in ('plain','fp16'))
+    return f"""- **Everyday trainings**: {convergence.claim(stored(convergence))} ([more](#whole-trainings)).
+- **Trainings that are hard for fp16**: {survived('training', ours)} of {n_hard} end as in fp32, and {survived('training', theirs)} with
+  `to_fp16` ([more](#what-survives)). Of {len(_rows(published))} failures that people have published, {ends} do ([more](#published-failures)).
+- **Random programs that fp16 makes finite but wrong**: {ok} of {n} end as in fp32 ([more](#finite-but-wrong)).
+{_on_a_gpu()}- **On a CPU**: bf16 is {bf16} times as fast as fp32, if the CPU has instructions for it ([more](#bf16-on-a-cpu)). In fp16, convolutional
+  networks take {fp16} times as long as in fp32 ([more](#fp16-convolutions-on-a-cpu)).
+- **When a layer moves to fp32**, the fit pauses once, for as long as {pause} steps take ([more](#healing)).
+- **The doctor** warns about {warned} of {n_hostile} models that fail in fp16, and about {healthy} of {n_healthy} healthy ones
+  ([more](#the-doctor)).
+- **Compatibility**: {passed} of {cells} cells of fastai's notebooks pass ([more](#fastais-own-notebooks)), and {run} of {programs} programs
+  with other libraries run ([more](#programs-of-other-libraries))."""
+
+intro = """<!-- made by benchmarks/report.py -->
 # Benchmarks
 
-How close does `to_fp16_dynamic` stay to fp32, and what does it cost? Each section begins with the result, and then says how it was
-measured. Where a goal was missed, it says so. All times and memory were measured on a CPU, except for [Whole trainings on a
-GPU](#whole-trainings-on-a-gpu).
+How close does `to_fp16_dynamic` stay to fp32, and what does it cost? The results first:
 
-| script | question | result |
-| --- | --- | --- |
-{rows}
+{results}
+
+Most trainings and models are cases of our own. The random programs, and the models and notebooks of others, are the better evidence. All
+times and memory were measured on a CPU, except for [Whole trainings on a GPU](#whole-trainings-on-a-gpu).
+
+Contenders take turns in one process, so that changes in the speed of the machine affect all of them. Times are medians, with quartiles in
+parentheses. A ratio is the median of the ratios within each round."""
+
+def _scripts(sections):
+    "A table of the scripts, and how to run them"
+    def line(script):
+        titles = re.findall('^### (.*)', sections[script], re.M)
+        return f'`{Path(script.__file__).relative_to(here)}`',', '.join(map(_link, titles))
+    rows = [line(o) for scripts in contents.values() for o in scripts]
+    return f"""## Scripts
 
 To run a benchmark in a clone of this repository, and to update this page:
 
@@ -71,13 +93,11 @@ uv run python benchmarks/accuracy/short_fits.py
 uv run python benchmarks/report.py
 ```
 
-Each script writes a JSON file with its name, and some also draw a chart. All results on this page come from these files.
+Each script writes a JSON file with its name, and some also draw a chart. All results on this page come from these files. On a CPU, fastai's
+own classes run with `'cpu'` in place of their hard-coded `'cuda'` ([fastais.py](shared/fastais.py)). Of the scripts, `published.py` needs
+transformers and timm, and `compatibility.py` a checkout of fastai; `scale_policy.py --record` records new gradients.
 
-How times are compared:
-
-- All contenders take turns in one process, so that changes in the speed of the machine affect all of them.
-- Times are medians, with quartiles in parentheses. A ratio is the median of the ratios within each round.
-- On a CPU, fastai's own classes run with `'cpu'` in place of their hard-coded `'cuda'` ([fastais.py](shared/fastais.py))."""
+{markdown.table(['script','result'], rows, 'l')}"""
 
 def _wrapped(block):
     "Wraps the lines of a paragraph or a list; leaves tables, code, headings and pictures as they are"
@@ -89,8 +109,9 @@ def _wrapped(block):
 def make():
     "The text of benchmarks/README.md"
     sections = {o: o.section(stored(o)) for scripts in contents.values() for o in scripts}
-    parts = [_intro(sections)]
+    parts = [intro.format(results=_results())]
     for group,scripts in contents.items(): parts += [f'## {group}', *map(sections.get, scripts)]
+    parts.append(_scripts(sections))
     return '\n\n'.join(map(_wrapped, re.split(r'\n{2,}', '\n\n'.join(parts))))+'\n'
 
 if __name__=='__main__': (here/'README.md').write_text(make())

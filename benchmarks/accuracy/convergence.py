@@ -83,14 +83,11 @@ def section(res):
 
 ![Differences between the final metrics and those of fp32, a dot per seed](accuracy/convergence.png)
 
-Each training runs with {seeds} seeds, and with a given seed, all precisions get the same data, weights and batches. {res['machine']}.
+Each training runs with {seeds} seeds. With a given seed, all precisions get the same data, weights and batches. A difference is significant
+if a paired t-test says so at the 5% level. By chance, 1 in 20 would be; with {seeds} seeds, a difference must be about three standard
+errors large. fastai's `to_fp16` fails with an LSTM, since PyTorch has none in fp16 for CPUs. {res['machine']}.
 
-The table shows the mean of the final metric ± its standard deviation. In parentheses is the mean difference from fp32 ± its standard error.
-A difference is bold if it is significant in a paired t-test at the 5% level; by chance, about 1 in 20 would be. With {seeds} seeds, only
-differences of about three standard errors or more are significant. Where a training raises an error, the table says for how many seeds:
-fastai's `to_fp16` fails with an LSTM, since PyTorch has none in fp16 for CPUs.
-
-{table(res)}"""
+{markdown.folded('Each training: final metric ± standard deviation (difference from fp32 ± standard error, bold if significant)', table(res))}"""
 
 def chart(res):
     "A dot for each seed; the gray bar spans one standard deviation of fp32 to either side"

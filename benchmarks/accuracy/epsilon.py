@@ -46,25 +46,26 @@ def _cell(row, base):
 
 def table(res):
     "A Markdown table: with the first eps the metric, with each other one the difference from it"
-    first,*others = map(written, all_eps)
-    head = ['training','metric','precision',f'eps {first}',*(f'{o} instead' for o in others)]
-    def line(name, to, rows): return name,rows[0]['metric'],to.split('_')[1],*(_cell(r, rows[0]) for r in rows)
-    return markdown.table(head, (line(*o, rows) for o,rows in groups(res).items()), 'lllr')
+    first,*others = map(written, dict.fromkeys(r['eps'] for r in res['rows']))
+    head = ['training','precision',f'eps {first}',*(f'{o} instead' for o in others)]
+    def line(name, to, rows): return name,to.split('_')[1],*(_cell(r, rows[0]) for r in rows)
+    return markdown.table(head, (line(*o, rows) for o,rows in groups(res).items()), 'llr')
 
 def section(res):
-    n = len(groups(res))//len(precisions)
-    def ends(o): return f"{o['better']} end better with {written(o['eps'])}, and {o['worse']} worse"
-    def with_eps(to): return '; '.join(ends(o) for o in res['counts'] if o['precision']==to)
+    n,base = len(groups(res))//len(precisions),written(res['rows'][0]['eps'])
+    of = {(written(o['eps']),o['precision']): f"{o['better']} better and {o['worse']} worse" for o in res['counts']}
+    others = dict.fromkeys(eps for eps,_ in of)
+    claims = ' '.join(f"With {o}, {of[o,'to_fp16_dynamic']} in fp16, and {of[o,'to_fp32']} in fp32." for o in others)
+    told = [r for rows in groups(res).values() if any(difference(o, rows[0])[2] for o in rows[1:]) for r in rows]
+    title = f'The significant ones (bold): metric ± standard deviation with {base}, and differences from it ± standard error'
+    shown = '\n\n'+markdown.folded(title, table(dict(rows=told))) if told else ''
     return f"""### Adam's eps
 
-Of {n} whole trainings with `AdamW16`, compared with its eps of 1e-5, in fp16: {with_eps('to_fp16_dynamic')}.
-In fp32: {with_eps('to_fp32')}. All other differences may be chance.
+How many of {n} trainings with `AdamW16` end significantly better or worse than with an eps of {base}? {claims}
+All other differences may be chance.
 
-The trainings are those of [Whole trainings](#whole-trainings), {len(res['rows'][0]['figures'])} seeds each. A cell is the mean ± the
-standard deviation, or the mean of the paired differences ± its standard error; differences that are significant at 5% are bold (by chance,
-1 in 20 is). {res['machine']}, fastai {res['fastai']}.
-
-{table(res)}"""
+The trainings, the test of significance and the number of seeds are those of [Whole trainings](#whole-trainings). {res['machine']}, fastai
+{res['fastai']}.{shown}"""
 
 def main(args=None):
     p = parser(__file__, __doc__, seeds=(5,'number of seeds, at least two'), only=(trainings,'which trainings'))

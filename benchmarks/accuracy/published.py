@@ -323,51 +323,40 @@ def table(res):
     "A Markdown table"
     def line(r):
         says = failures[r['name']].says if r['name'] in failures else r['says']
-        plain = re.sub(r'^raises (.*)', r'raises "\1"', r['plain'])
+        plain = re.sub(r'^raises (.*)', r'raises "\1"', r['plain'].replace(f" of {steps} steps skipped", ' skipped'))
         what = '; '.join(f"{'`'+o['op']+'` in ' if o['op'] else ''}`{o['producer']}`" for o in r['reports'])
-        well,named,spare = ['yes' if o else 'no' for o in (ends(r),r['named'],not r['spare'])]
+        well,named = ['yes' if o else 'no' for o in (ends(r),r['named'])]
         far,alone = [f"{100*r[k]:.2g}%" for k in ('distance','rounding')]
         kept = f"{r['half']} of {r['layers']}"+f" ({r['could_be']} could)"*(r['could_be']>r['half'])
         fault = f'{named}: {what}' if what else named
-        return (f"[{r['name']}]({r['link']})",says,plain,f'{well}, {far}',alone,fault,kept,spare,
-                f"{r['pause']:.0f}")
-    head = ('model', 'published fault', 'with autocast and `GradScaler`', 'ends where fp32 ends?', 'distance by rounding alone',
-            'is the fault named?', 'layers in half precision after healing', 'is every fp32 module needed?', 'pause, steps')
-    return markdown.table(head, map(line, res['rows']), 'llllrlrlr')
+        end = f'{well}, {far}'+f' ({alone} by rounding alone)'*(not ends(r))
+        return f"[{r['name']}]({r['link']})",says,plain,end,fault,kept,f"{r['pause']:.0f}"
+    head = ('model', 'published fault', "steps skipped by PyTorch's loop", 'ends where fp32 ends?', 'is the fault named?',
+            'layers left in half precision', 'pause, steps')
+    return markdown.table(head, map(line, res['rows']), 'lllllr')
 
 def section(res):
+    details = f"""- **PyTorch's loop** uses autocast and `GradScaler`.
+- A fit **ends where fp32 ends** if it skips no step, and its validation loss is within {100*res['near']:g}% of the one in fp32.
+- **Rounding alone** is a fit in fp32 that rounds the outputs of the layers left in half precision.
+- **The fault is named** if a report names the published module, and the operation if it is in the module's own code.
+- **Layers** are linear layers and convolutions. A module in fp32 is **needed** if the batch fails again without it.
+- **Pause** is the time of the slowest step with a diagnosis, in ordinary steps.
+
+{table(res)}
+
+Gemma 3's norms are in fp32 from the start, so nothing fails. For XCiT, the diagnosis names the layer that gets the large gradient of
+`F.normalize`, not the function. Janus's decoder, which has the same blocks, takes the place of Stable Diffusion's VAE. Where a report names
+no module, ours is the one whose code overflows. [published.py](accuracy/published.py) has the details of each failure."""
     return f"""### Published failures
 
 {claim(res['rows'])}. {explained(res['rows'])}
 
 These are failures in fp16 that people have reported, rebuilt with the code of transformers and timm, in tiny models with random weights.
-Before step {at+1} of {res['steps']}, the weights change so that the numbers of the report occur in the module that it names. The
-masks of LongT5 and DeBERTa overflow from the first step. {res['machine']}, {markdown.versions(res['libraries'])}.
+Before step {at+1} of {res['steps']}, the weights change so that the numbers of the report occur in the module that it names.
+{res['machine']}, {markdown.versions(res['libraries'])}.
 
-How to read the columns:
-
-- **With autocast and `GradScaler`** is PyTorch's usual training loop.
-- A fit **ends where fp32 ends** if it skips no step, and its validation loss is within {100*res['near']:g}% of that of the same fit in
-  fp32.
-- **Distance by rounding alone** is that of an fp32 fit that rounds the outputs of those layers that compute in half precision after
-  healing.
-- **The fault is named** if a report names the published module, and the operation if it is in the module's own code.
-- **Layers in half precision after healing** counts linear layers and convolutions.
-- **Every fp32 module is needed** if the batch fails again as soon as any of the modules that stay in fp32 runs in half precision.
-- **Pause** is the time of the slowest step with a diagnosis, in ordinary steps of the same fit (median of three fits).
-
-Where the rebuilt failure differs from the report:
-
-- The reports on LongT5's loss and on mDeBERTa name no module. Here, the published module is the one whose code overflows.
-- transformers has no VAE of Stable Diffusion. The decoder of Janus, which has the same blocks, takes its place.
-- Two reports are not about timm's models: the one on `F.normalize`, which XCiT calls, and the one on MAGE's ViT-L.
-- Since the report, timm computes EfficientViT's attention in fp32. This is undone here.
-- Gemma 3's norms are in fp32 from the start, so its fault does not occur, and there is nothing to name.
-- For XCiT, the diagnosis names the layer that gets the large gradient of `F.normalize`, not the function.
-
-[published.py](accuracy/published.py) has the details of each.
-
-{table(res)}"""
+{markdown.folded('Each failure, and how to read the columns', details)}"""
 
 def main(argv=None):
     p = parser(__file__, __doc__, only=(failures,'which failures'))

@@ -145,7 +145,7 @@ def replay(policy, rooms, octaves):
 columns = {'skipped': 'steps skipped, %', 'reruns': 'reruns per 100 steps', 'bits': 'bits below the best scale',
            'zeros': 'gradients that become 0, %'}
 
-kinds = {'training': 'Recorded trainings', 'heavy tail': 'Heavy-tailed gradients'}
+kinds = 'training','heavy tail'
 
 def shown(policy):
     "The name of a policy, as tables show it"
@@ -166,35 +166,34 @@ def claim(rows):
             f"loss scale; with PyTorch's policy, it is {torchs_skipped:.2g}% and {torchs_bits:.1f} bits")
 
 def table(res):
-    "A Markdown table for each kind of data, trainings and heavy tails, with means over the data"
-    return '\n\n'.join(f'{title}:\n\n{_table(res["rows"], kind)}' for kind,title in kinds.items())
-
-def _table(rows, kind):
-    def line(policy): return shown(policy),*(f'{mean(rows, policy, kind, k):.3g}' for k in columns)
+    "A Markdown table with means over the trainings, and over the heavy tails"
+    rows = res['rows']
+    def cell(policy, k): return ' / '.join(dict.fromkeys(f'{mean(rows, policy, kind, k):.3g}' for kind in kinds))
+    def line(policy): return shown(policy),*(cell(policy, k) for k in columns)
     return markdown.table(['policy', *columns.values()], map(line, dict.fromkeys(r['policy'] for r in rows)))
 
 def section(res):
     n = len({r['data'] for r in res['rows'] if r['kind']=='training'})
+    details = f"""The first number is the mean over the trainings, the second one that over the artificial steps, if it is another.
+
+- **Steps skipped**: `to_fp16_dynamic` runs such batches again instead, which **reruns** counts.
+- **Bits below the best scale**: how far the scale is below the largest possible one, up to 2^24.
+- **Gradients that become 0**: nonzero ones that are too small for fp16 at this scale. The last two columns count only steps that are taken.
+
+{table(res)}"""
     return f"""### Policies for the loss scale
 
 {claim(res['rows'])}.
 
-A higher loss scale keeps more small gradients from rounding to 0, but overflows more often. To compare policies, {n} trainings
-([trainings.py](accuracy/trainings.py)) ran in bf16, which never overflows. [gradient_maxima.json](accuracy/gradient_maxima.json) has the
-largest scale that each of their steps could have used in fp16. Each policy is replayed on these steps, and on artificial steps whose
-largest gradients vary a lot.
+A higher loss scale keeps more small gradients from rounding to 0, but overflows more often. `to_fp16_dynamic` lets the scale grow sooner
+than PyTorch does, which regains bits at the cost of a few reruns ([the default](../nbs/train/00_scaler.ipynb)). A scaler that grows only if
+the last gradients leave room would save some reruns, but would have to measure the largest gradient in every step.
 
-- **Steps skipped**: `to_fp16_dynamic` runs such batches again instead, which **reruns per 100 steps** counts.
-- **Bits below the best scale** is how far the scale is below the largest possible one, up to 2^24.
-- **Gradients that become 0** are nonzero gradients that are too small for fp16 at this scale.
+To compare policies, {n} trainings ([trainings.py](accuracy/trainings.py)) ran in bf16, which never overflows.
+[gradient_maxima.json](accuracy/gradient_maxima.json) has the largest scale that each of their steps could have used in fp16. Each policy
+is replayed on these steps, and on artificial steps whose largest gradients vary a lot.
 
-The last two count only steps that are taken. All numbers are means over the trainings, or over the artificial distributions.
-
-{table(res)}
-
-`to_fp16_dynamic` lets the scale grow sooner than PyTorch does: this regains bits, at the cost of a few reruns. [The scaler's
-page](../nbs/train/00_scaler.ipynb) explains the default. A scaler that grows only if the last gradients leave room would save some
-reruns, but it would have to measure the largest gradient in every step."""
+{markdown.folded('Each policy', details)}"""
 
 def main(args=None):
     p = parser(__file__, __doc__, steps=(6000,'steps of each training'))

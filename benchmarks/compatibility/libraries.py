@@ -122,35 +122,37 @@ def table(res):
         package = groups[library].package
         return library,res['libraries'][package],*counts,furthest(rows, 'fp16'),furthest(rows, 'bf16')
     head = ['library','version','programs','run unchanged','run with `to_fp16_dynamic`','run with `to_bf16_dynamic`',
-            'largest difference of a loss, fp16','largest difference of a loss, bf16']
+            'difference, fp16','difference, bf16']
     return markdown.table(head, map(line, dict.fromkeys(r['library'] for r in res['rows'])), 'llr')
 def failing(res):
     "Markdown: programs that run unchanged and fail in half precision"
-    rows = [(r,c) for r in res['rows'] for c in contenders if 'error' in r[c] and 'error' not in r['plain']]
-    return '\n'.join(f"- {r['flow']} ({r['library']}), with `{contenders[c]}`: {r[c]['error']}" for r,c in rows)
+    found = {}
+    for r in res['rows']:
+        for c,how in contenders.items():
+            if 'error' in r[c] and 'error' not in r['plain']:
+                found.setdefault((r['flow'],r['library'],r[c]['error']), []).append(f'`{how}`')
+    return '\n'.join(f"- {flow} ({library}), with {' and '.join(hows)}: {error}" for (flow,library,error),hows in found.items())
 
 def skipped(res):
     "Markdown: the groups that were left out, and why"
     return '\n'.join(f'- not measured: {name}: {why}' for name,why in res['skipped'].items())
 
 def section(res):
-    versions = markdown.versions({k: v for k,v in res['libraries'].items() if k!='torch'})
     failing_in_fp16 = [r for r in res['rows'] if r['library']==hard]
     return f"""### Programs of other libraries
 
 {claim([r for r in res['rows'] if r not in failing_in_fp16])}. {healed(failing_in_fp16)}
 
-The programs are small trainings: with optimizers, by fastai's `OptimWrapper`; with models, losses
-and callbacks; learning rate searches and exports. Each runs unchanged in fp32, and with every learner in half precision. The differences
-are the largest ones between any smoothed loss of a program and the same loss in fp32. Where fp16 fails, `masked_fill` raises an error,
-activations overflow, or gradients overflow. fastxtend was made for fastai 2.7: some of its modules import names that fastcore and PyTorch
-have removed since. They run with these names restored. {res['machine']}, fastai {res['fastai']}, {versions}.
-
-{table(res)}
+{failing(res)}
 
 {skipped(res)}
 
-{failing(res)}""".rstrip()
+The programs are small trainings with optimizers (by fastai's `OptimWrapper`), models, losses and callbacks, learning rate searches and
+exports. Each runs unchanged in fp32, and with every learner in half precision. Where fp16 fails, `masked_fill` raises an error, or
+activations or gradients overflow. Some modules of fastxtend, which was made for fastai 2.7, import names that fastcore and PyTorch have
+removed since, and run with these names restored. {res['machine']}, fastai {res['fastai']}.
+
+{markdown.folded('Programs of each library, and the largest difference between a smoothed loss and the same one in fp32', table(res))}""".rstrip()
 
 def main(argv=None):
     p = parser(__file__, __doc__, limit=(300.,'timeout in seconds for a program in one precision'))

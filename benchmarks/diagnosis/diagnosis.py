@@ -1,5 +1,5 @@
 "The cost of comparing predictions with fp32, of a report and of healing: in training steps, afterwards, and in memory"
-import json,math,statistics,time,warnings
+import json,statistics,time,warnings
 import torch
 import torch.nn.functional as F
 with warnings.catch_warnings():
@@ -115,10 +115,6 @@ def heal(n, fault, at):
     return dict(passes=len(passes)-len(batches), pause=(batches.times[1]-batches.times[0])/step, ms_per_step=1e3*step,
                 promoted=len(mp.promoted), in_half=half, layers=layers)
 
-def goals(n):
-    "The goals for `n` blocks: at most so many passes, and a pause of at most so many steps"
-    return 12+6*math.log2(n),60 if n<=48 else 80
-
 def by_depth(depths, fits):
     "A row for each fault, in the middle block and in all blocks; the deepest model runs once"
     rows = []
@@ -225,17 +221,14 @@ def main(args=None):
     store(res, a.out)
 
 # %% tables
-def _met(x, goal, digits=0): return f'{x:.{digits}f}' if x<=goal else f'**{x:.{digits}f}**'
-
 def depth_table(rows):
-    "A Markdown table of the cost of healing, with missed goals in bold"
-    def cells(r):
-        passes,pause = goals(r['blocks'])
-        return [kinds[r['fault']], r['blocks'], r['faulty'], _met(r['passes'], passes), f'{passes:.0f}', _met(r['pause'], pause), pause,
-                r['promoted'], f"{r['in_half']/r['layers']:.0%}"]
-    head = ('what overflows', 'blocks', 'blocks at fault', 'forward passes', 'goal', 'pause, steps', 'goal', 'modules now in fp32',
-            'layers in half precision')
-    return markdown.table(head, map(cells, rows))
+    "A Markdown table of the cost of healing: forward passes, pause in steps, and layers that are left in half precision"
+    lines = {}
+    for r in rows:
+        line = lines.setdefault((r['fault'],r['faulty']>1), [kinds[r['fault']], 'all' if r['faulty']>1 else 'one'])
+        line.append(f"{r['passes']:.0f} / {r['pause']:.0f} / {r['in_half']/r['layers']:.0%}")
+    head = ('what overflows', 'in which blocks', *(f'{n} blocks' for n in dict.fromkeys(r['blocks'] for r in rows)))
+    return markdown.table(head, lines.values(), 'llr')
 
 def memory_table(res):
     "A Markdown table of peak memory, and of its ratios to healthy fits"
@@ -255,9 +248,9 @@ def _of_reports(res):
 A fit that can run batches again takes {res['fit_with_over_without']:.3f} times as long as one with `rerun=False`, if no batch has to run
 again.
 
-In the 1st, 16th, 48th, 112th step and so on, with gaps that double up to 256, and in the first batch of a validation, the model also runs
-in fp32, to see whether it predicts the same. Such a comparison adds {look} steps, which are part of the time above. A full report, with a
-row for each module (`learn.diagnose_fp16()`), takes {report} steps.
+In the 1st, 8th, 40th, 104th step and so on, with gaps that double up to 256, and in the first batch of a validation, the model also runs
+in fp32, to see whether it predicts the same. Such a comparison takes as long as {look} steps, which are part of the time above. A full
+report, with a row for each module (`learn.diagnose_fp16()`), takes as long as {report} steps.
 
 The model has {res['depth']} linear layers of width {res['width']}. A fit has {res['steps']} steps of {res['ms_per_step']:.1f} ms at batch
 size {res['bs']}. {res['machine']}, {res['rounds']} rounds."""
@@ -268,32 +261,24 @@ def _of_healing(res):
     def weight(k): return (after['added']['healed'][1]-after['added']['healed'][0])/(after['added'][k][1]-after['added'][k][0])
     shares = {k: half/layers for k,(half,layers) in res['hostile'].items()}
     least,average = min(shares, key=shares.get),statistics.mean(shares.values())
-    passes,pause = [sum(r[k]<=goals(r['blocks'])[i] for r in rows) for i,k in enumerate(('passes','pause'))]
     return f"""### Healing
 
 Healing pauses a fit for as long as {markdown.span((r['pause'] for r in rows), '.0f')} ordinary steps take, and afterwards,
 {markdown.span((r['in_half']/r['layers'] for r in rows), '.0%')} of the layers still compute in half precision.
 
-- **Forward passes**: the goal was at most 12+6·log2(blocks), and is met in {passes} of {len(rows)} rows.
-- **Pause**: the goal was at most 60 steps, or 80 with 96 blocks, and is met in {pause} of {len(rows)} rows.
-
 The models are transformers of small blocks, each with six linear layers. In the first batch, numbers beyond 65504 occur in the middle
-block, or in all blocks. The table counts the forward passes of the step that heals, except for the one that every step has, and its time in
-ordinary steps of the same fit. Missed goals are bold. All numbers are medians of {res['fits']} fits, except for those with 96 blocks, which
-ran once.
-{res['machine']}.
+block, or in all blocks. Numbers are medians of {res['fits']} fits; the deepest model ran once. {res['machine']}.
 
-{depth_table(rows)}
+{markdown.folded('Each fault: additional forward passes / pause in steps / layers left in half precision', depth_table(rows))}
 
-**What stays in half precision.** After the {len(shares)} trainings of [hostile.py](shared/hostile.py), {100*average:.0f}% of the linear
-layers and convolutions compute in half precision on average: all of them in {list(shares.values()).count(1)} trainings, and
-{100*shares[least]:.0f}% in `{least}`.
-
-**Afterwards.** If attention scores overflow in all of {after['blocks']} blocks, {after['in_half']} of {after['layers']} linear layers still
-compute in half precision after healing. A step then takes {times('fp16')} of the time of a step in fp16 without the fault. It takes
-{times('fp32')} times as long as one in fp32, because PyTorch has no fast kernels for fp16 on a CPU. A new fit with the same layers in fp32
-adds {weight('fp32'):.2f} times as much to peak memory as one in fp32, and {weight('fp16'):.2f} times as much as one in fp16 without the
-fault."""
+- **What stays in half precision.** After the {len(shares)} trainings of [hostile.py](shared/hostile.py), {100*average:.0f}% of the linear
+  layers and convolutions compute in half precision on average: all of them in {list(shares.values()).count(1)} trainings, and
+  {100*shares[least]:.0f}% in `{least}`.
+- **Speed afterwards.** If attention scores overflow in all of {after['blocks']} blocks, {after['in_half']} of {after['layers']} linear layers
+  still compute in half precision after healing. A step then takes {times('fp16')} of the time of a step in fp16 without the fault. (It takes
+  {times('fp32')} times as long as one in fp32: PyTorch has no fast fp16 on a CPU.)
+- **Memory afterwards.** A new fit with the same layers in fp32 adds {weight('fp32'):.2f} times as much to peak memory as one in fp32, and
+  {weight('fp16'):.2f} times as much as one in fp16 without the fault."""
 
 def _of_memory(res):
     peaks = {k: top for k,(_,top) in res['memory'].items()}
@@ -301,12 +286,11 @@ def _of_memory(res):
     return f"""### Memory of a diagnosis
 
 A batch that is diagnosed and healed raises the peak memory of the process to {ratio['diagnosis']:.2f} times that of a fit in fp16, and a
-report to {ratio['report']:.2f} times (the goal was 1.5; met in {sum(o<=1.5 for o in ratio.values())} of {len(ratio)} rows).
+report to {ratio['report']:.2f} times: both also run the batch in fp32, whose activations take twice as much.
 
-Diagnosis and report also run the batch in fp32, whose activations take twice as much. The model has four blocks (a linear layer, a ReLU,
-and squares in the block's own code), whose activations have {res['samples']*64*4/2**20:.0f} MiB each in fp32. Each fit has four steps, and
-its own process with the default allocator. In "diagnosis", a batch overflows in the first block; "report" is `learn.diagnose_fp16()` after
-a fit. "Added" excludes what the process took before the fit (PyTorch, fastai and the data). {res['machine']}.
+The model has four blocks (a linear layer, a ReLU, and squares in the block's own code), whose activations have
+{res['samples']*64*4/2**20:.0f} MiB each in fp32. A fit has four steps in its own process. In "diagnosis", a batch overflows in the first
+block. "Report" is `learn.diagnose_fp16()` after a fit. "Added" excludes what the process took before the fit. {res['machine']}.
 
 {memory_table(res['memory'])}"""
 

@@ -203,22 +203,15 @@ def section(res):
 
 {claim(res)}.
 
-`fp16_doctor` runs one batch of noise through models with fresh weights. The table counts each model by its worst finding, apart from
-findings about the optimizer and the device. Hostile models are:
-
-- the trainings of [hostile.py](shared/hostile.py);
-- hazards of a few lines;
-- architectures that fail in fp16: DeBERTa's mask raises an error, LongT5's mask adds -1e10, and torchvision's Swin v2 divides by the norm
-  of padding if its windows do not fit.
-
-{res['machine']}; {markdown.versions(res['libraries'])}.
-
-{table(res)}
-
 {alarms(res)} `to_fp16_dynamic` keeps the norm in `rms` in fp32 because of its name, and `tiny_loss` needs nothing but a loss scale.
-The doctor runs one batch, and the others fit in it. What only a later batch meets, the fit finds then, without losing it.
+The others fit into fp16 in the one batch that the doctor runs. What only a later batch meets, the fit finds then, without losing it.
 
-The time the doctor takes, in training steps of the same model in fp16, and after a first call:
+The models have fresh weights, and get a batch of noise. The hostile ones are the trainings of [hostile.py](shared/hostile.py), hazards of a
+few lines, and three architectures that fail in fp16 (DeBERTa, LongT5, Swin v2). {res['machine']}; {markdown.versions(res['libraries'])}.
+
+{markdown.folded('Models by their worst finding (without findings about optimizer and device)', table(res))}
+
+After a first call, the doctor takes as long as this many training steps of the same model in fp16:
 
 {times(res)}"""
 

@@ -98,12 +98,12 @@ def _of_large(res):
     def span(part): return markdown.span(r['over_fp32'][o] for r in res['large'] if r['part']==part for o in comparing)
     never = [o for o in large_contenders if o not in (base,*comparing)]
     without = markdown.span(r['over_fp32'][o] for r in res['large'] for o in never)
-    return f"""With many predictions, which the first step of a fit and a validation compare with those of fp32, the former reaches
-{span('step 1')} times the peak of fp32, and the latter {span('validation')} times. Without comparisons (`rerun=False`), it is
-{without} times.
+    return f"""The first step of a fit and each validation compare predictions with those of fp32. If there are many predictions, this takes
+memory: the step reaches {span('step 1')} times the peak of fp32, and the validation {span('validation')} times. Without comparisons
+(`rerun=False`), it is {without} times.
 
-The model is an embedding and a linear layer. It predicts {bs} × {seq} × {words:,} numbers. The table shows what the step or the validation
-adds to the peak of the process, divided by what it adds in fp32. {res['machine']}."""
+The model is an embedding and a linear layer, and predicts {bs} × {seq} × {words:,} numbers. The peak is what the step or the validation adds
+to that of the process. {res['machine']}."""
 
 def section(res):
     def span(k): return markdown.span(r[k] for r in res['rows'])
@@ -117,17 +117,12 @@ def section(res):
 {table_large(res)}""" if large else ''
     return f"""### Peak memory on a CPU
 
-With `to_bf16_dynamic`, three training steps add {span('to_bf16_dynamic')} times the size of the parameters to peak memory; in fp32, they
-add
-{span('to_fp32')} times, and with fastai's `to_bf16` {span('to_bf16')} times.
+With `to_bf16_dynamic`, three training steps add {span('to_bf16_dynamic')} times the size of the parameters to peak memory. In fp32, they
+add {span('to_fp32')} times, and with fastai's `to_bf16` {span('to_bf16')} times: `AdamW16` is fused, and makes no temporary copies.
 
-The model is an MLP with {res['parameters']/1e6:.0f}M parameters. The table shows what the steps add to the peak of the process, divided by
-the size of the parameters in fp32. fastai's own classes run with `Adam` and `GradientClip`, this package with `AdamW16` and
-`GradientNormClip`.
-{res['machine']}.
+The model is an MLP with {res['parameters']/1e6:.0f}M parameters. fastai's own classes run with `Adam` and `GradientClip`, this package with
+`AdamW16` and `GradientNormClip`. {res['machine']}.
 
-{table(res)}
-
-`to_bf16_dynamic` takes less than `to_bf16` because `AdamW16` is fused, and makes no temporary copies.{of_large}"""
+{table(res)}{of_large}"""
 
 if __name__=='__main__': main()

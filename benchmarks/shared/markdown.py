@@ -15,14 +15,15 @@ def with_quartiles(
     q, # First quartile, median and third quartile
     spec='.2f' # How to format each
 ):
-    "The median, and the quartiles in parentheses"
+    "The median, and the quartiles in parentheses, unless all look the same"
     first,median,third = (format(o, spec) for o in q)
-    return f'{median} ({first} to {third})'
+    return median if first==median==third else f'{median} ({first} to {third})'
 
 def span(xs, spec='.2f'):
-    "The smallest and the largest number"
+    "The smallest and the largest number, or one number if they look the same"
     xs = [*xs]
-    return f'{min(xs):{spec}} to {max(xs):{spec}}'
+    low,high = (format(f(xs), spec) for f in (min,max))
+    return low if low==high else f'{low} to {high}'
 
 def listed(xs):
     "`a, b and c`"
@@ -35,10 +36,9 @@ def versions(
     "Libraries with their versions"
     return ', '.join(f'{k} {v}' for k,v in libraries.items())
 
-def met(
-    rows, # Rows with quartiles
-    key, # Name of the quartiles
-    goal:float # The largest median that meets the goal
+def folded(
+    title, # The line to click on
+    text # Markdown
 ):
-    "A goal, and in how many of the rows it is met"
-    return f"the goal was {goal:.2f}; met in {sum(r[key][1]<=goal for r in rows)} of {len(rows)} rows"
+    "Markdown that shows only a line until you click on it"
+    return f'<details markdown="1">\n<summary>{title}</summary>\n\n{text}\n\n</details>'

@@ -31,23 +31,23 @@ def measure(name, a):
 
 def table(res):
     "A Markdown table"
-    head = ['model', 'training loop', 'compiled', 'ms per step (quartiles)', 'relative to PyTorch loop', 'relative to uncompiled']
-    def line(r):
-        ratios = [f'{r[k][1]:.3f}' for k in ('over_hand','over_uncompiled')]
-        is_compiled = 'yes' if r['compiled'] else 'no'
-        return shown(r['model']),shown(r['contender']),is_compiled,markdown.with_quartiles(r['ms'], '.1f'),*ratios
-    return markdown.table(head, map(line, res['rows']), 'lllr')
+    of = {(r['model'],r['contender'],r['compiled']): r for r in res['rows']}
+    def cell(model, k):
+        compiled,plain = of[model,k,True],of[model,k,False]
+        return f"{compiled['ms'][1]:.1f} of {plain['ms'][1]:.1f} ({compiled['over_uncompiled'][1]:.2f})"
+    lines = ((shown(model), *(cell(model, k) for k in stacks)) for model in dict.fromkeys(r['model'] for r in res['rows']))
+    return markdown.table(['ms per step, compiled of uncompiled (ratio)', *map(shown, stacks)], lines)
 
 def section(res):
     ours = [r for r in res['rows'] if r['compiled'] and r['contender']==own]
     widths = markdown.listed(r['width'] for r in res['rows'][::2*len(stacks)])
     return f"""### Time per compiled step
 
-With `torch.compile`, a step with `to_fp16_dynamic` takes {markdown.span((r['over_hand'][1] for r in ours), '.3f')} of the time of a
-hand-written PyTorch loop ({markdown.met(ours, 'over_hand', 1.05)}).
+With `torch.compile`, a step with `to_fp16_dynamic` takes {markdown.span(r['over_uncompiled'][1] for r in ours)} of the time without it, and
+{markdown.span((r['over_hand'][1] for r in ours), '.3f')} times as long as in a PyTorch loop written by hand.
 
-The models and the hand-written loop are those of [Time per step](#time-per-step), with widths of {widths}, before and after `torch.compile`
-({res['backend']}). {res['machine']}, {res['rounds']} rounds of {res['steps']} steps at batch size {res['batch_size']}.
+The models and the loop are those of [Time per step](#time-per-step), with widths of {widths}, compiled by {res['backend']}.
+{res['machine']}, {res['rounds']} rounds of {res['steps']} steps at batch size {res['batch_size']}.
 
 {table(res)}"""
 

@@ -176,20 +176,13 @@ def section(res):
 
 {claim(res['rows'])}.
 
-No GPU is needed to count kernels: PyTorch {res['torch']} runs the models on fake CUDA tensors, which have a device, dtype and layout but no
-data, and autocast treats them as on a GPU. The models are in training mode. Attention counts as one kernel. So does a multi-tensor
-operation, for up to 64 tensors or 320 blocks of 65,536 elements.
+The additional kernels are casts: one for each weight, which `to_fp16_dynamic` leaves to autocast, those of the inputs, those around a
+softmax, and those around layer norms with weights, group norms and RMS norms. Batch norms and instance norms need none, since they read half
+precision and compute in fp32.
 
-The table shows the number of kernels and, in parentheses, how many of them are casts between fp32 and half precision.
+No GPU is needed to count kernels: PyTorch {res['torch']} runs the models, in training mode, on fake CUDA tensors, which have no data.
 
-{table(res)}
-
-Most of the casts are those of weights, which `to_fp16_dynamic` leaves to autocast: one kernel for each. The other casts are:
-
-- those of the inputs;
-- those around norms whose kernels need fp32 weights or keep their statistics in the dtype of the input: layer norms with weights, group
-  norms and RMS norms. Batch norms and instance norms need no cast, since they read half precision and compute in fp32;
-- those before and after a softmax, which are autocast's."""
+{markdown.folded('Kernels of each model, and how many of them are casts (in parentheses)', table(res))}"""
 
 def main(args=None):
     p = parser(__file__, __doc__, models=(models,'which models'))

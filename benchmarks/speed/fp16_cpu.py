@@ -46,9 +46,7 @@ def section(res):
     return f"""### fp16 convolutions on a CPU
 
 On a CPU, a step of a convolutional network in fp16 takes {slower} times as long as in fp32. PyTorch has no fast kernels for it there, and
-the first fit warns you.
-
-{res['machine']}, {'with' if res['bf16'] else 'without'} instructions for bf16.
+the first fit warns you. {res['machine']}, {'with' if res['bf16'] else 'without'} instructions for bf16.
 
 {table(res)}"""
 

@@ -220,12 +220,16 @@ def head():
     "The first two lines of the table"
     return '| '+' | '.join(columns)+' |\n|'+' --- |'*len(columns)
 
+def _per_second(r, spec):
+    first,third = r['quartiles']
+    return markdown.with_quartiles((first, r['samples_per_second'], third), spec)
+
 def line(r):
     "A row of the table"
     def show(k, spec=''): return '–' if r[k] is None else format(r[k], spec)
     cells = [r['model'], r['bs'], r['contender']]
     if 'error' in r: cells += ['–', r['error'].replace('|', '/'), *['–']*5]
-    else: cells += [r['precision'], '{:.1f} ({:.1f}–{:.1f})'.format(r['samples_per_second'], *r['quartiles']), show('over_to_fp16', '.2f'),
+    else: cells += [r['precision'], _per_second(r, '.1f'), show('over_to_fp16', '.2f'),
                     show('peak_mib', '.0f'), show('syncs_per_step', '.1f'), 'yes' if r['finite'] else 'no', show('skipped')]
     return '| '+' | '.join(map(str, cells))+' |'
 
@@ -255,65 +259,110 @@ def chart(res, fname):
     plt.close()
 
 # %% what the page says
+bases = dict(fp32='fastai in fp32 with `Adam`', to_fp16="fastai's `to_fp16` with `Adam`", to_fp16_fused='`to_fp16` with a fused AdamW')
+
 def _throughput(res):
-    over = [o for r in res['ours_over_to_fp16'] if r['model']!=only_predictions and (o := r.get('over_to_fp16'))]
-    if not over: return 'No training could be compared with `to_fp16`.'
-    fused = [o for (model,_),o in ratios(res, 'to_fp16_dynamic', 'to_fp16_fused').items() if model!=only_predictions]
-    same = f"It is {markdown.span(fused)} times if `to_fp16` has a fused AdamW, too, so the gain is that of the optimizer." if fused else ''
-    return f"`to_fp16_dynamic` trains {markdown.span(over)} times as many samples per second as fastai's `to_fp16` with `Adam`. {same}"
+    "Speed and memory of `to_fp16_dynamic` beside each of `bases`, without the model that is only predictions"
+    def over(base, key='samples_per_second'):
+        return [o for (model,_),o in ratios(res, 'to_fp16_dynamic', base, key).items() if model!=only_predictions]
+    found = {name: markdown.span(o) for base,name in bases.items() if (o := over(base))}
+    if not found: return 'No training could be compared.'
+    (name,first),*rest = found.items()
+    many = markdown.listed([f'{first} times as many samples per second as {name}', *(f'{o} times as many as {k}' for k,o in rest)])
+    peak = f" Its peak memory is {markdown.span(over('fp32', 'peak_mib'))} times that of fp32." if over('fp32', 'peak_mib') else ''
+    return f"`to_fp16_dynamic` trains {many}.{peak}"
 
 def _batch_norms(res):
     "What they cost in bf16"
     bs = max(res['arguments']['bs'])
-    of = {r['contender']: r.get('samples_per_second') for r in res['rows'] if (r['model'],r['bs'])==('resnet50',bs)}
-    fp16,bf16 = of.get('to_fp16_dynamic'),of.get('to_bf16_dynamic')
-    if fp16 and bf16 and bf16<fp16: yield f"""**Batch norms are slower in bf16 than in fp16**, since PyTorch gives them to cuDNN in fp16,
-but not in bf16: `resnet50` with batches of {bs} trains {bf16:,.0f} samples per second with `to_bf16_dynamic`, and {fp16:,.0f} with
-`to_fp16_dynamic`."""
+    of = {r['contender']: r for r in res['rows'] if (r['model'],r['bs'])==('resnet50',bs) and 'error' not in r}
+    if not {'to_fp16_dynamic','to_bf16_dynamic'}<=of.keys(): return
+    fp16,bf16 = (of[o]['samples_per_second'] for o in ('to_fp16_dynamic','to_bf16_dynamic'))
+    if bf16<fp16: yield f"""**Batch norms can be slower in bf16 than in fp16**, since PyTorch gives them to cuDNN in fp16 only: with batches of
+{bs}, `resnet50` trains {fp16:,.0f} samples per second in fp16, and {bf16:,.0f} in bf16."""
 
-def _memory(res):
-    "What `to_fp16_dynamic` takes"
-    adam,fused = [ratios(res, 'to_fp16_dynamic', base, 'peak_mib').values() for base in ('to_fp16','to_fp16_fused')]
-    same = f', {markdown.span(fused)} times with its fused AdamW' if fused else ''
-    if adam: yield f"**Peak memory** is {markdown.span(adam)} times that of `to_fp16`{same}."
+def _optimizer(res):
+    "Where the gain over `to_fp16` comes from"
+    if ratios(res, 'to_fp16_dynamic', 'to_fp16_fused'):
+        yield "**A fused optimizer** makes most of the difference from fastai's `to_fp16`: `AdamW16` is one, and `Adam` is not."
 
 def _compared(res):
     "How much longer steps take on average where one of them is compared with fp32, in a model of little else but predictions"
-    model,bs = only_predictions,max(res['arguments']['bs'])
-    of = {r['contender']: r for r in res['rows'] if (r['model'],r['bs'])==(model,bs)}
-    if not {'to_fp16_dynamic','to_fp16_fused'}<=of.keys(): return
-    ours,fused = [bs/of[o]['samples_per_second'] for o in ('to_fp16_dynamic','to_fp16_fused')]
-    yield f"""**Large predictions**: `{model}` computes little else than 10,000 logits for each token. With batches of {bs}, a step took
-{1e3*ours:.1f} ms, and {1e3*fused:.1f} ms with `to_fp16` and a fused AdamW: one of these {res['arguments']['steps']} steps is compared with
-fp32. A longer fit compares fewer of its steps, in the end one of 256."""
+    model,least = only_predictions,max(res['arguments']['bs'])
+    over = {bs: o for (m,bs),o in ratios(res, 'to_fp16_dynamic', 'to_fp16_fused').items() if m==model}
+    if least not in over: return
+    at = markdown.listed(f'{o:.2f} times (batches of {bs})' for bs,o in over.items())
+    yield f"""**Large predictions cost speed in a short fit.** `{model}`, which the numbers above leave out, computes little else than 10,000
+logits for each token. Beside `to_fp16` with a fused AdamW, it trains {at} as many samples per second: one of its
+{res['arguments']['steps']} steps is compared with fp32. A longer fit compares fewer of its steps, in the end one of 256."""
 
 def _caveats(res):
     "What a reader must know of these results"
     def names(os): return markdown.listed(f'`{o}`' for o in os)
     few = [o for o in res['arguments']['models'] if any(r.get('rounds')==1 for r in res['rows'] if r['model']==o)]
     left_out = [o for k,there in (('models',models),('contenders',contenders)) for o in there if o not in res['arguments'][k]]
-    if few: yield f"{names(few)} had one round of few steps, so their numbers are rough."
+    if few: yield f"{names(few)} had one round of {res['arguments']['steps']} steps or less, so their numbers are rough."
     if left_out: yield f"Not measured: {names(left_out)}."
 
 def _items(*os): return '\n'.join('- '+' '.join(o.split()) for os in os for o in os)
+
+def _by_training(res):
+    "The models and batch sizes, and what gives the row of a contender"
+    of = {(r['model'],r['bs'],r['contender']): r for r in res['rows']}
+    return dict.fromkeys(o[:2] for o in of),lambda *at: of.get(at)
+
+def table(res):
+    "A Markdown table of the ratios, with a row for each model and batch size"
+    there = [o for o in bases if o in res['arguments']['contenders']]
+    over = {o: ratios(res, 'to_fp16_dynamic', o) for o in there}
+    peaks = ratios(res, 'to_fp16_dynamic', 'fp32', 'peak_mib')
+    def show(ratio): return f'{ratio:.2f}' if ratio else '–'
+    lines = ((*at, *(show(over[o].get(at)) for o in there), show(peaks.get(at))) for at in _by_training(res)[0])
+    return markdown.table(['model','batch size',*(f'× `{o}`' for o in there),'memory, × `fp32`'], lines)
+
+def cell(r):
+    "Samples per second and peak memory"
+    if r is None or 'error' in r: return r['error'].replace('|', '/') if r else '–'
+    return _per_second(r, '.0f')+(f"; {r['peak_mib']:.0f}" if r['peak_mib'] else '')
+
+def table_of_all(res):
+    "A Markdown table of the medians of all contenders, with quartiles if there were several rounds"
+    names,(trainings,row) = res['arguments']['contenders'],_by_training(res)
+    lines = ((*at, *(cell(row(*at, o)) for o in names)) for at in trainings)
+    return markdown.table(['model','batch size',*(f'`{o}`' for o in names)], lines)
+
+def _in_all(res):
+    "What no table shows: reads of the GPU, losses that are not finite, and skipped steps"
+    rows = [r for r in res['rows'] if 'error' not in r]
+    syncs = {}
+    for r in rows:
+        if r['syncs_per_step'] is not None: syncs.setdefault(r['contender'], set()).add(f"{r['syncs_per_step']:.0f}")
+    if syncs: yield f"GPU syncs per step: {', '.join(f'{max(o)} with `{c}`' for c,o in syncs.items())}."
+    bad = [f"`{r['contender']}` of `{r['model']}` with batches of {r['bs']}" for r in rows if not r['finite'] or r['skipped']]
+    yield f"The loss is not finite, or steps were skipped: {', '.join(bad)}." if bad else 'All losses are finite, and no step was skipped.'
 
 def section(res):
     return f"""### Whole trainings on a GPU
 
 {_throughput(res)}
 
-{_items(_batch_norms(res), _memory(res), _compared(res))}
+{table(res)}
 
-![Throughput relative to fastai's to_fp16, by model and batch size](speed/gpu.png)
+{_items(_optimizer(res), _batch_norms(res), _compared(res), _caveats(res))}
 
 `uv run python benchmarks/speed/gpu.py` trains whole models with fastai's `fit_one_cycle`, with this package, with Lightning and with
-Accelerate, from the same weights and at two batch sizes. It takes nine minutes on a large GPU. On a T4, use `--bs 8 32`. Ratios to a fused
-AdamW are those of the medians. {res['machine']}.
+Accelerate, from the same weights. It takes nine minutes on a large GPU. On a T4, use `--bs 8 32`. Ratios are those of medians.
+{res['machine']}.
 
-{_items(_caveats(res))}
+{markdown.folded('All contenders: samples per second; peak memory in MiB', details(res))}"""
 
-{head()}
-{chr(10).join(map(line, res['rows']))}"""
+def details(res):
+    "What few readers look for"
+    return f"""![Throughput relative to fastai's to_fp16, by model and batch size](speed/gpu.png)
+
+{table_of_all(res)}
+
+{_items(_in_all(res))}"""
 
 # %% run
 def parse_args(args=None):

@@ -201,22 +201,23 @@ def main(args=None):
 
 def section(res):
     few,many,large = (res[k][i] for k,i in (('by_number',0),('by_number',-1),('by_size',-1)))
+    largest = max(r['to_fp16_dynamic'][1]-r['to_fp16'][1] for r in res['by_case'])
     return f"""### Cost by number and size of tensors
 
-With {few['tensors']} small tensors, mixed precision adds {few['ours'][1]:.2g} ms to a step ({few['by_hand'][1]:.2g} ms in a hand-written
-loop); with {many['tensors']:,} tensors, it adds {many['ours'][1]:.0f} ms ({many['by_hand'][1]:.0f} ms).
+With {few['tensors']} small tensors, mixed precision adds {few['ours'][1]:.2g} ms to a step ({few['by_hand'][1]:.2g} ms in a loop written
+by hand); with {many['tensors']:,} tensors, it adds {many['ours'][1]:.0f} ms ({many['by_hand'][1]:.0f} ms).
 
 ![Time that mixed precision adds to a step, by number of tensors and by number of elements](speed/scaling.png)
 
-This time covers casts of weights and gradients, unscaling, the norm and the check for overflow, and in fastai's loop also its events. There
-is no arithmetic, the optimizer does nothing, and the time of the same loop without mixed precision is subtracted. {res['machine']}.
+For few small tensors, nearly all of this time is Python and fastai's events. With {large['elements']:,} elements, it is
+{large['ours'][1]:.0f} ms ({large['by_hand'][1]:.0f} ms in a loop written by hand), and a single copy of as many bytes takes
+{large['copy'][1]:.0f} ms.
 
-For few small tensors, nearly all of it is Python and fastai's events. With {large['elements']:,} elements, it is {large['ours'][1]:.0f} ms
-({large['by_hand'][1]:.0f} ms in a hand-written loop), and a single copy of as many bytes already takes {large['copy'][1]:.0f} ms.
+The time covers casts of weights and gradients, unscaling, the norm, the check for overflow, and fastai's events. There is no arithmetic, the
+optimizer does nothing, and the time of the same loop without mixed precision is subtracted. {res['machine']}.
 
-What a step costs depends on what can have changed in it, not on all there is. Here, a model of four small layers (or of as many modules
-as the row says) trains with fused AdamW, without clipping, in a learner that has much else:
+What a step costs depends on what can have changed in it. What else a learner holds adds {largest:.1f} ms or less, beside fastai's `to_fp16`.
 
-{table(res['by_case'])}"""
+{markdown.folded('A model of four small layers (or of as many modules as the row says), and what its learner has besides', table(res['by_case']))}"""
 
 if __name__=='__main__': main()

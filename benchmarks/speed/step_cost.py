@@ -164,11 +164,10 @@ def measure_small(name, steps, rounds, bs=64):
 
 def table_small(rows):
     "A Markdown table"
-    lines = ['| model, batch size | training loop | ms per step (quartiles) | relative to `to_fp16` |', '| --- | --- | --: | --: |']
-    for r in rows:
-        ms,ratios = ['{1:.2f} ({0:.2f} to {2:.2f})'.format(*r[k]) for k in ('ms','over_to_fp16')]
-        lines.append(f"| {r['model']}, {r['batch_size']} | {shown(r['contender'])} | {ms} | {ratios} |")
-    return '\n'.join(lines)
+    of = {(r['model'],r['contender']): r for r in rows}
+    def cell(model, k): return f"{of[model,k]['ms'][1]:.2f} ({of[model,k]['over_to_fp16'][1]:.2f})"
+    lines = ((model, *(cell(model, k) for k in small_stacks)) for model in dict.fromkeys(r['model'] for r in rows))
+    return markdown.table(['ms per step (relative to `to_fp16`)', *map(shown, small_stacks)], lines)
 
 # %% operators and reads
 class Operators(TorchDispatchMode):
@@ -224,16 +223,20 @@ def measure(name, bs, d, steps, rounds):
     return [dict(model=name, tensors=tensors, batch_size=bs, contender=k, **row(k, t)) for k,t in times.items()]
 
 def table(res):
-    "A Markdown table"
-    head = ['model, batch size', 'training loop', 'ms per step (quartiles)', 'relative to `to_fp16`', 'relative to baseline',
-            'relative to baseline with norms in fp32', 'operators in forward and backward', 'other operators', 'reads']
-    lines = ['| '+' | '.join(head)+' |', '| --- | --- |'+' --: |'*7]
-    for r in res['rows']:
-        ms = '{1:.2f} ({0:.2f} to {2:.2f})'.format(*r['ms'])
-        ratios = [f'{r[k][1]:.2f}' for k in ('over_to_fp16','over_floor','over_careful_floor')]
-        counts = [str(r[k]) for k in ('operators_forward_backward','operators_step','reads')]
-        lines.append('| '+' | '.join([f"{shown(r['model'])}, {r['batch_size']}", shown(r['contender']), ms, *ratios, *counts])+' |')
-    return '\n'.join(lines)
+    "A Markdown table of times"
+    return _by_contender(res['rows'], 'ms per step', lambda r: f"{r['ms'][1]:.2f}", lambda r: f"{shown(r['model'])}, {r['batch_size']}")
+
+def table_of_counts(res):
+    "A Markdown table of operators and reads, which no batch size changes"
+    def counts(r): return f"{r['operators_forward_backward']} + {r['operators_step']}, {r['reads']}"
+    rows = [r for r in res['rows'] if r['batch_size']==res['rows'][0]['batch_size']]
+    return _by_contender(rows, 'operators: forward and backward + others, reads', counts, lambda r: shown(r['model']))
+
+def _by_contender(rows, corner, cell, column):
+    "A Markdown table with a row for each contender and a column for each model"
+    lines = {}
+    for r in rows: lines.setdefault(r['contender'], [shown(r['contender'])]).append(cell(r))
+    return markdown.table([corner, *dict.fromkeys(map(column, rows))], lines.values())
 
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -246,7 +249,7 @@ def main(args=None):
     rows = [r for bs in a.bs for name in models for r in measure(name, bs, a.width, a.steps, a.rounds)]
     few = [r for name in small for r in measure_small(name, a.steps, a.rounds)]
     res = dict(machine=machine(), fastai=fastai.__version__, steps=a.steps, rounds=a.rounds, rows=rows, small=few)
-    print(table(res), table_small(few), sep='\n\n')
+    print(table(res), table_of_counts(res), table_small(few), sep='\n\n')
     a.out.write_text(json.dumps(res, indent=1)+'\n')
 
 def _of_small(res):
@@ -254,47 +257,41 @@ def _of_small(res):
     if not ours: return ''
     careful = [r['ms'][1] for r in res['small'] if r['contender']==small_careful]
     over = markdown.span(r['ms'][1]/ms for r,ms in zip(ours, careful))
+    fp32 = {r['model']: r['ms'][1] for r in res['small'] if r['contender']=='fp32'}
+    over_fp32 = [r['ms'][1]/fp32[r['model']] for r in ours]
     return f"""
 
 #### Small models
 
-A step of a small model, whose arithmetic takes less time than the loop around it, takes
-{markdown.span(r['over_to_fp16'][1] for r in ours)} of the time of fastai's `to_fp16` with the same optimizer, `AdamW16`, and without
-clipping ({markdown.met(ours, 'over_to_fp16', 1.10)}).
-On a CPU, autocast leaves norms in half precision. With norms in fp32, as in `to_fp16_dynamic` and on a GPU, the ratio is {over}.
+Where arithmetic takes less time than the loop around it, a step takes {markdown.span(r['over_to_fp16'][1] for r in ours)} times as long as
+with fastai's `to_fp16` and the same optimizer, `AdamW16`, without clipping. If `to_fp16` computes norms in fp32 as well, as on a GPU, it is
+{over} times. On a CPU, fp16 does not make small models faster: a step takes {markdown.span(over_fp32)} times as long as in fp32.
 
-{table_small(res['small'])}"""
+{markdown.folded(f"Each model, with batches of {res['small'][0]['batch_size']}", table_small(res['small']))}"""
 
 def section(res):
     tensors = markdown.listed(r['tensors'] for r in res['rows'][:3*len(stacks):len(stacks)])
     ours = [r for r in res['rows'] if r['contender']==own]
     over = {k: markdown.span(r[k][1] for r in ours) for k in ('over_to_fp16','over_floor','over_careful_floor')}
+    details = f"""{table(res)}
+
+{table_of_counts(res)}
+
+- **Other operators**: unscaling, clipping, the check for overflow, the optimizer, recording what the batch may change, and fastai's own
+  bookkeeping.
+- **Reads**: how often the host waits for a number from the device. On a GPU, fastai's `Recorder` also copies the loss once per batch.
+- `to_non_native_fp16` runs with `clip=1` and `max_loss_scale=2**16`: at its default of 2^24, each fit would skip its first steps."""
     return f"""### Time per step
 
-With `to_fp16_dynamic`, a step takes {over['over_to_fp16']} of the time of fastai's `to_fp16` with `Adam` and `GradientClip`, and
-{over['over_floor']} of the time of a hand-written PyTorch loop inside fastai's.
+Where launching operators takes most of the time, a step with `to_fp16_dynamic` takes {over['over_to_fp16']} of the time of fastai's
+`to_fp16` with `Adam` and `GradientClip`. It takes {over['over_floor']} times as long as a PyTorch loop written by hand, plus fastai's loop
+with nothing to compute; with norms in fp32 in that loop, too, it is {over['over_careful_floor']} times.
 
-- Relative to `to_fp16`: {over['over_to_fp16']} ({markdown.met(ours, 'over_to_fp16', 0.60)}).
-- Relative to the baseline: {over['over_floor']} ({markdown.met(ours, 'over_floor', 1.05)}).
-- Relative to the baseline with norms in fp32: {over['over_careful_floor']} ({markdown.met(ours, 'over_careful_floor', 1.05)}).
+The loop written by hand has autocast, `GradScaler`, fused AdamW and clipping. On a CPU, it computes norms in half precision, where they lose
+digits. Medians do not show the few steps that `to_fp16_dynamic` [compares with fp32](#comparisons-with-fp32-and-reports).
 
-The **baseline** is the time of the hand-written loop (autocast, `GradScaler`, fused AdamW, clipping) plus that of fastai's loop and
-callbacks with nothing to compute. The **baseline with norms in fp32** computes norms as `to_fp16_dynamic` does on a CPU, where norms in
-half precision lose digits. (On a GPU, batch norms need no cast, and autocast itself casts around layer norms.) The remaining difference is
-the time to record the state at the start of each step, so that it can run again, and to put temporary patches in place, such as the one
-for the loss function.
+The models have {tensors} tensors, most of them with 16 × 16 elements. {res['machine']}, {res['rounds']} rounds of {res['steps']} steps.
 
-The models have {tensors} tensors, most of them with 16 × 16 elements, so that launching operators takes most of the time.
-{res['machine']}, {res['rounds']} rounds of {res['steps']} steps.
-
-{table(res)}
-
-- **Other operators** are those outside the forward and backward pass: unscaling, clipping, the check for overflow, the optimizer, recording
-  what the batch may change, and fastai's own bookkeeping.
-- **Reads** counts how often the host waits for a number from the device. On a GPU, fastai's `Recorder` also copies the loss once per batch,
-  in all rows with fastai's loop.
-- `to_non_native_fp16` runs with `clip=1` and `max_loss_scale=2**16`, since at its default of 2^24, each fit would skip its first steps.
-- In the first step, the 16th, the 48th and so on, `to_fp16_dynamic` also runs the batch in fp32, which medians do not show.
-  [Comparisons with fp32](#comparisons-with-fp32-and-reports) have their own section.{_of_small(res)}"""
+{markdown.folded('Each model and batch size', details)}{_of_small(res)}"""
 
 if __name__=='__main__': main()
