@@ -17,7 +17,7 @@ cfg = get_config(root)
 lib = cfg.lib_path.name
 # pages that are whole trainings; others show the same features in a few steps
 train = '''00_half_precision 01_death_spiral 02_master_weights 03_exploding_gradients 03_pytorch 04_epsilon 05_demo 05_lr_find
-           06_reports'''.split()
+           06_reports 08_gallery'''.split()
 nbs = sorted((root/'nbs').rglob('*.ipynb'), key=lambda o: -o.stat().st_size) # long ones first, so that all processes end together
 
 @pytest.fixture(scope='module')
