@@ -134,7 +134,8 @@ def diagnose_fp16(self:Learner,
 
     Changes nothing. In a fit with several processes, all of them must call it, and each gets the report on its own
     batch. Raises what the batch raises in fp32, `ValueError` for a model without parameters or with half-precision
-    ones, and `RuntimeError` with several processes between a forward pass and its backward pass."""
+    ones, `TypeError` for a `b` that is no batch, and, with several processes, `RuntimeError` between a forward pass
+    and its backward pass."""
     if looking(self):
         return PrecisionReport('healthy', "Nothing was measured, since this batch runs for another report.")
     with training_case(self, b) as case: return diagnose(case, all_buffers=True)

@@ -60,10 +60,10 @@ class DynamicMixedPrecision(MixedPrecision):
         amp_mode:str|AMPMode=AMPMode.FP16, # 'fp16' or 'bf16'; bf16 needs no loss scale
         # What else to keep in fp32: a name, class, module or function, or a list of these
         keep_fp32:list|str|type|nn.Module|Callable=None,
-        # For a batch that half precision cannot hold (in fp16: at any loss scale): 'heal' keeps what overflows in
+        # If a batch overflows at every loss scale, or its predictions are wrong: 'heal' keeps the layers at fault in
         # fp32 and runs it again, 'warn' warns and skips the step, 'raise' raises `FloatingPointError` with the report
         on_spiral:str='heal',
-        # End the fit after so many skipped steps in a row (only for 'heal'), without those that lower the loss scale
+        # Skipped steps in a row that end the fit; those that lower the loss scale do not count. Only for 'heal'
         patience:int=3,
         # Run a batch again if it overflows? `False` skips its step, for batches with side effects (writing files, say)
         rerun:bool=True,
@@ -87,7 +87,7 @@ class DynamicMixedPrecision(MixedPrecision):
 
     @property
     def training(self) -> bool:
-        "Whether the learner is in training, which fastai asks at each event, in a way that takes ten times as long"
+        "Whether the learner is in training; ten times as fast as fastai's own look-up, which each event makes"
         return self.learn.training
     @property
     def dtype(self) -> torch.dtype:

@@ -27,7 +27,8 @@ def fp16_doctor(self:Learner,
 ) -> 'Checkup': # A table in a notebook, text by `str`; a list of `Finding`s
     """Find out from one batch, before training, what fails or is slow in half precision; changes nothing
 
-    Raises what the batch raises in fp32, and `ValueError` for a model without parameters."""
+    Raises what the batch raises in fp32, `ValueError` for a model without parameters, `TypeError` for a `b` that is no
+    batch, and `RuntimeError` in a fit with several processes without `to_fp16_dynamic`, or amid a step."""
     return Checkup() if looking(self) else _examine(self, b) # a callback may ask within a batch
 
 # %% ../nbs/04_doctor.ipynb #086315b4

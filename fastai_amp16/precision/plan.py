@@ -25,7 +25,7 @@ from .patched import recurrent_in_bf16,restore_forward,torchs_norm
 def register_norm(
     cls:type # A module class; its subclasses are norms as well
 ) -> type: # `cls`, so that this serves as a decorator
-    "Treat modules of class `cls` as norms, which compute in fp32; use it as a function or as a decorator"
+    "Treat modules of class `cls` as norms, which compute in fp32; raises `TypeError` if `cls` is no such class"
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"register_norm takes a subclass of nn.Module, and got {cls!r}.")
     return _RegisteredNorm.register(cls)
@@ -40,7 +40,8 @@ def half_forward(
 
     Run the backward pass outside it, unless activation checkpoints compute norms or modules that you keep in fp32
     again: these need the context. Gradients arrive on the fp32 parameters. Without `keep_fp32`, they are bit for bit
-    those of `torch.autocast`, unless autocast treats a norm differently. Nothing is scaled. Raises `ValueError` as
+    those of `torch.autocast`, unless autocast treats a norm differently. The result is in half precision, unless it
+    comes from `keep_fp32`. Nothing is scaled. Raises `ValueError` as
     `PrecisionPlan` does, and `TypeError` for a model that casts its own weights to half precision."""
     return PrecisionPlan(model, dtype, keep_fp32).forward_pass()
 

@@ -145,7 +145,7 @@ class _StepMetric(Metric):
     def value(self): return None if self.mp is None else self._of(self.mp, self.mp.log.steps[self.mp.log.epoch_start:])
 
 class LossScale(_StepMetric):
-    "The loss scale at the end of the epoch"
+    "The loss scale at the end of the epoch, the factor by which the loss is multiplied"
     def _of(self, mp, steps):
         scale = mp.scaler.get_scale()
         return int(scale) if scale==int(scale) else scale # fastai shows six zeros after the point of a float
@@ -155,7 +155,7 @@ class SkippedSteps(_StepMetric):
     def _of(self, mp, steps): return sum(s.skipped for s in steps)
 
 class GradNorm(_StepMetric):
-    "The mean gradient norm, before clipping, of the steps taken in the epoch"
+    "The mean 2-norm of the true gradients, before clipping, over the steps taken in the epoch"
     def _of(self, mp, steps):
         norms = [s.grad_norm for s in steps if not s.skipped]
         return sum(norms)/len(norms) if norms else None
