@@ -10,8 +10,9 @@ from .diagnosis.messages import PrecisionWarning
 from .callback import DynamicMixedPrecision
 from . import ask,learner # noqa: F401 (`Learner.to_fp16_dynamic`, `diagnose_fp16` and others)
 from .doctor import Checkup,Finding
+from .speed import PrecisionComparison
 
 __all__ = ['DynamicScaler', 'PrecisionPlan', 'half_forward', 'register_norm', 'swap_module',
            'AdamW16', 'Adam16', 'RAdam16', 'Lamb16', 'QHAdam16', 'Larc16', 'RMSProp16', 'ranger16', 'FusedAdam',
            'GradientNormClip', 'PrecisionReport', 'GradNorm', 'LossScale', 'SkippedSteps', 'PrecisionWarning',
-           'DynamicMixedPrecision', 'Checkup', 'Finding']
+           'DynamicMixedPrecision', 'Checkup', 'Finding', 'PrecisionComparison']

@@ -143,7 +143,7 @@ def _know(nb):
 
 def title(nb): return re.search(r'^# (.*)', read_nb(nb).cells[0].source)[1]
 
-order = 'learner callback checkpoint doctor report ask history messages clip optimizer plan scaler swap'.split() # as you need them
+order = 'learner callback checkpoint speed doctor report ask history messages clip optimizer plan scaler swap'.split() # as you need them
 called = [o for name in order for o in library if _stem(o)==name]
 short = {'reference': 'All calls', 'report': 'Report objects', 'libraries': 'Other libraries', 'overview': 'Overview'} # names in the menu
 

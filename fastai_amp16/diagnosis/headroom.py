@@ -16,7 +16,7 @@ from ..util.nested import tensors
 from ..util.torch_private import no_torch_function,norms_of
 from .measure import is_plain
 
-# %% ../../nbs/diagnosis/01_headroom.ipynb #87b0b125
+# %% ../../nbs/diagnosis/01_headroom.ipynb #77330bdb
 class Note(NamedTuple):
     "What was noted in one step; numbers stay on the device until somebody reads them"
     step:int # Its number in the history
@@ -103,11 +103,11 @@ def _rows(note, info):
         bits = _bits(info.max, top) # what half precision could not hold was not in it, as the step was taken
         yield note.step,name,top,bits,lost.get(name, math.nan),name in note.kept or bits<0
 
-# %% ../../nbs/diagnosis/01_headroom.ipynb #d7210dff
+# %% ../../nbs/diagnosis/01_headroom.ipynb #f17fd374
 def least_room(
     df:pd.DataFrame # From `Headroom.frame`
 ) -> str: # Empty if nothing in half precision was noted
-    "Which module has the least room, and when it ends if it shrinks as it did last, in words"
+    "Which module has the least room, and when it ends if it shrinks as it did last with each doubling of the steps, in words"
     df = df[~df.in_fp32]
     if not len(df): return ''
     now = df.loc[df.bits[df.step==df.step.max()].idxmin()]
@@ -118,8 +118,11 @@ def least_room(
     before = earlier.iloc[-1]
     fell = before.bits-now.bits
     if fell<.1: return res
-    ends = now.step+now.bits/fell*(now.step-before.step)
-    return f'{res}, {before.bits:.1f} at step {before.step}:\nat this rate it overflows at step {ends:.0f}'
+    doublings = math.log2((now.step+1)/(before.step+1))*now.bits/fell # with Adam, weights grow by equal steps
+    res = f'{res}, {before.bits:.1f} at step {before.step}'
+    if doublings>3: return res
+    ends = (now.step+1)*2**doublings-1
+    return f'{res}:\nat this rate it overflows at step {ends:.0f}'
 
 _most_rows = 40
 
