@@ -15,7 +15,7 @@ from .util.nested import half_types
 from .precision.names import keep_code,listed,names_of
 from .precision.plan import convs,unwrap
 from .precision.recurrent import cudnn_has_bf16,emulates_bf16
-from .diagnosis.report import code_hint,styler
+from .diagnosis.report import PrecisionReport,code_hint,styler
 from .diagnosis.diagnose import diagnose
 from .learner import looking
 from .ask import training_case
@@ -52,13 +52,13 @@ class Finding:
         more = f' and {len(self.others)} more' if self.others else ''
         return (self.module or '(the model)')+more
 
-class Checkup(list):
+class Checkup(list[Finding]):
     """A list of `Finding`s, the worst first: a table in a notebook, text by `str`
 
     `report` is the `PrecisionReport` on the batch, if it ran."""
     def __init__(self,
-        findings=(), # `Finding`s in any order
-        report=None # The `PrecisionReport` on the batch
+        findings:Iterable=(), # `Finding`s in any order
+        report:PrecisionReport=None # The `PrecisionReport` on the batch
     ):
         super().__init__(sorted(findings, key=lambda o: list(_severities).index(o.severity)))
         self.report = report
@@ -77,8 +77,7 @@ class Checkup(list):
         res = [self.sentence]
         for o in self:
             where = f'{o.where}: ' if o.where else ''
-            res.append(f'\n{o.severity.upper()}  {where}{o.fact}')
-            res.append(textwrap.indent(o.remedy, '    '))
+            res += f'\n{o.severity.upper()}  {where}{o.fact}',textwrap.indent(o.remedy, '    ')
         return '\n'.join(res)
     __repr__ = __str__
 
@@ -90,8 +89,8 @@ class Checkup(list):
         table = self.report.table if self.report else pd.DataFrame()
         df = df.merge(table.reindex(columns=['module','bits','lost']), 'left', 'module')
         df = df[['how bad','where','bits','lost','what','what to do']]
-        text = {'text-align': 'left', 'white-space': 'pre-wrap'}
-        style = styler(df, str(self)).set_properties(['what','what to do'], **text)
+        style = styler(df, str(self)).set_properties(
+            ['what','what to do'], **{'text-align': 'left', 'white-space': 'pre-wrap'})
         return res+style.to_html()
 
 # %% ../nbs/04_doctor.ipynb #1e1581bb

@@ -2,6 +2,7 @@
 import ast,base64,json,re,runpy,shutil,struct,subprocess,sys
 from pathlib import Path
 from types import SimpleNamespace
+from zipfile import ZipFile
 import matplotlib.pyplot as plt
 import pytest,torch
 from fastcore.basics import AttrDict
@@ -140,3 +141,13 @@ def test_the_page_on_pypi_has_no_links_to_files(monkeypatch):
     readme = (root/'README.md').read_text()
     assert links(readme) and not links(text)
     assert readme.startswith(text) and 'learn.to_fp16_dynamic()' in text and 300<len(text)<len(readme)
+
+def test_the_wheel_says_that_it_has_types(tmp_path):
+    "Built from a copy, since setuptools leaves files beside the sources"
+    for o in ('pyproject.toml','settings.ini','setup.py','README.md','LICENSE'): shutil.copy(root/o, tmp_path)
+    shutil.copytree(root/lib, tmp_path/lib)
+    build = "from setuptools.build_meta import build_wheel; build_wheel('.')"
+    res = subprocess.run([sys.executable, '-c', build], cwd=tmp_path, capture_output=True, text=True)
+    assert res.returncode==0, res.stderr
+    wheel, = tmp_path.glob('*.whl')
+    assert {f'{lib}/{o}' for o in ('py.typed','all.pyi','all.py')} <= {*ZipFile(wheel).namelist()}

@@ -21,7 +21,8 @@ def types(t) -> list:
     if isinstance(t, str): return [o.strip() for o in t.split('|')]
     if t in (None,NoneType): return ['None']
     name,module = getattr(t, '__name__', None) or re.sub(r'\b\w+\.', '', str(t)),getattr(t, '__module__', '')
-    return [{'torch': 'torch.', 'torch.nn.modules.module': 'nn.'}.get(module, '')+name if name!='Tensor' else name]
+    prefixes = {'torch': 'torch.', 'torch.amp.autocast_mode': 'torch.', 'torch.nn.modules.module': 'nn.'}
+    return [prefixes.get(module, '')+name if name!='Tensor' else name]
 
 def default(v) -> str:
     "The value `v` as you would write it"

@@ -247,7 +247,7 @@ def _repr_html_(self:PrecisionReport):
         table = style.format('▶ {}', pd.IndexSlice[is_producer, 'module'], escape='html').to_html()
     return ''.join([*map(_paragraph, self._words()), table, *map(_paragraph, self._left_out())])
 
-class Reports(list):
+class Reports(list[PrecisionReport]):
     "Reports in their order: HTML in a notebook, text in a terminal"
     def __repr__(self): return '\n\n'.join(map(str, self)) or 'No reports'
     def _repr_html_(self): return ''.join(o._repr_html_() for o in self) or 'No reports'

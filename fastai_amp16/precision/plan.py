@@ -9,7 +9,7 @@ __all__ = ['norm_types', 'convs', 'no_half_masters', 'register_norm', 'half_forw
 # %% ../../nbs/precision/04_plan.ipynb #ebfd676d
 from abc import ABC
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager,contextmanager
 from types import SimpleNamespace
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ def half_forward(
     model:nn.Module, # The model, wrapped (DDP, `torch.compile`) or not, its parameters in fp32
     dtype:torch.dtype=torch.float16, # `torch.float16` or `torch.bfloat16`
     keep_fp32:list|str|type|nn.Module|Callable=None # What else to keep in fp32: names, classes, modules, functions
-):
+) -> AbstractContextManager:
     """A context manager in which `model` computes in `dtype`, with norms in fp32
 
     Run the backward pass outside it, unless activation checkpoints compute norms or modules that you keep in fp32
