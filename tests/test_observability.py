@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest,torch
 from fastai.basics import Callback,CancelFitException,L,Learner,load_learner,nn,noop
-from fastai.callback.all import GradientAccumulation
+from fastai.callback.all import GradientAccumulation,LRFinder
 from fastai.callback.progress import ProgressCallback
 from fastai_amp16.all import PrecisionReport
 from fastai_amp16.diagnosis.diagnose import diagnose
@@ -91,6 +91,8 @@ def test_nothing_is_told_without_logging_in_lr_find_or_by_other_ranks(capsys, mo
     assert told(capsys, quiet)==[] and all(happened(learn))
     learn = eventful()
     assert told(capsys, find)==[] and all(happened(learn))
+    learn = eventful(cbs=LRFinder(num_it=8)) # `lr_find` itself turns logging off
+    assert told(capsys, fit_aloud, learn)==[] and all(happened(learn))
     monkeypatch.setenv('RANK', '1')
     learn = eventful()
     assert told(capsys, fit_aloud, learn)==[] and all(happened(learn))
@@ -200,6 +202,13 @@ def test_a_function_hears_the_same_as_a_method():
     def hear(cb): heard.append((cb.learn.train_iter,cb.learn.mixed_precision.change))
     fit(eventful(cbs=[Callback(after_precision_change=hear), hears := Hears(), silent := Callback(after_batch=noop)]))
     assert heard==hears.changes and heard and not hasattr(silent, 'after_precision_change')
+
+def test_the_batch_that_ends_a_fit_is_heard():
+    "As the last one of several in a row that nothing can use"
+    learn = fit(eventful(at=range(1,9), cbs=(hears := Hears())))
+    mp = learn.mixed_precision
+    assert [i for i,_ in hears.changes]==changed(mp.history)==[*range(4)] and mp.stopped and hears.changes[-1][1].row.skipped
+    hears_all(learn, hears.changes)
 
 def test_of_accumulated_batches_the_last_one_is_heard():
     "In which the step ends"

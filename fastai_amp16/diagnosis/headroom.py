@@ -138,7 +138,7 @@ def _heatmap(ax, table, label, vmax, **kwargs):
 
 def _plot_events(ax, steps, events):
     "Mark in a row for each kind of event where it was, between the steps that were compared"
-    for y,(label,(at,color)) in enumerate(events.items()):
+    for y,(at,color) in enumerate(events.values()):
         ax.plot(np.interp(at, steps, np.arange(len(steps))+.5), np.full(len(at), y), '|', color=color, ms=9, mew=1.5)
     ax.set_yticks(range(len(events)), events, fontsize=8)
     ax.set(ylim=(len(events)-.4,-.6))
