@@ -356,6 +356,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'fastai_amp16/diagnosis/headroom.py'),
                                                  'fastai_amp16.diagnosis.headroom.Headroom.add': ( 'diagnosis/headroom.html#headroom.add',
                                                                                                    'fastai_amp16/diagnosis/headroom.py'),
+                                                 'fastai_amp16.diagnosis.headroom.Headroom.end_fit': ( 'diagnosis/headroom.html#headroom.end_fit',
+                                                                                                       'fastai_amp16/diagnosis/headroom.py'),
                                                  'fastai_amp16.diagnosis.headroom.Headroom.frame': ( 'diagnosis/headroom.html#headroom.frame',
                                                                                                      'fastai_amp16/diagnosis/headroom.py'),
                                                  'fastai_amp16.diagnosis.headroom.Headroom.read': ( 'diagnosis/headroom.html#headroom.read',

@@ -189,7 +189,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if several: self.rank_states = self.ranks.gather(learner_random_states(self.learn))
     def after_fit(self):
         self.plan = self.states = None # you may change the model before the next fit
-        self.comparison.headroom.read()
+        self.comparison.headroom.end_fit()
 
     # Events of a batch
 

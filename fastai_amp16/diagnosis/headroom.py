@@ -78,6 +78,11 @@ class Headroom:
         def numbers(o): return o.tolist() if isinstance(o, Tensor) else o
         self.notes = [o._replace(ends=numbers(o.ends), norms=numbers(o.norms)) for o in self.notes]
 
+    def end_fit(self):
+        "Read what is still on the device, and forget the model, which you may replace before the next fit"
+        self.read()
+        self.ends,self.plan,self.names,self.weights = [],None,{},[]
+
     def frame(self,
         dtype:torch.dtype # The half precision
     ) -> pd.DataFrame: # With a row for each module in each step

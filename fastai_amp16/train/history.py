@@ -66,12 +66,14 @@ class History:
         self.fits = [] # 'fit' or 'lr_find' for each
         self.fit_start,self.ending = 0,'none' # where the last one starts, and how it ended
         self.kept_since = {} # the step since which a module is in fp32, by the name in `promoted`
+        self.kept_before = set() # those of them that were in fp32 when the last fit began
         self.norms = deque(maxlen=32) # of the gradients, in the last steps of this fit
 
     def begin_fit(self, kind:str): # 'fit' or 'lr_find'
         "The steps from now on belong to a new fit"
         self.fits.append(kind)
         self.fit_start,self.ending = len(self.steps),'ended by a callback or an exception' # unless its end is reached
+        self.kept_before = {*self.kept_since}
         self.norms.clear()
 
     def add(self,
@@ -123,7 +125,7 @@ class History:
     def fit_events(self) -> FitEvents:
         "What happened in the last fit"
         steps = self.steps[self.fit_start:]
-        moved = [name for name,since in self.kept_since.items() if since>=self.fit_start]
+        moved = [name for name in self.kept_since if name not in self.kept_before]
         return FitEvents(sum(o.reruns>0 for o in steps), sum(o.skipped for o in steps), moved)
 
     def frame(self) -> pd.DataFrame:
