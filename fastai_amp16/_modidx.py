@@ -370,6 +370,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'fastai_amp16/diagnosis/headroom.py'),
                                                  'fastai_amp16.diagnosis.headroom._bits': ( 'diagnosis/headroom.html#_bits',
                                                                                             'fastai_amp16/diagnosis/headroom.py'),
+                                                 'fastai_amp16.diagnosis.headroom._forecast': ( 'diagnosis/headroom.html#_forecast',
+                                                                                                'fastai_amp16/diagnosis/headroom.py'),
                                                  'fastai_amp16.diagnosis.headroom._heatmap': ( 'diagnosis/headroom.html#_heatmap',
                                                                                                'fastai_amp16/diagnosis/headroom.py'),
                                                  'fastai_amp16.diagnosis.headroom._plot_events': ( 'diagnosis/headroom.html#_plot_events',

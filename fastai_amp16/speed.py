@@ -38,6 +38,10 @@ def compare_precisions(self:Learner,
         return _compare(self, *_load(dl), math.ceil(n/_steps))
 
 # %% ../nbs/06_speed.ipynb #2f45e678
+_formats = { # of the columns
+    'samples per second': '{:,.0f}', '× fp32': '{:.2f}', 'peak memory': '{:,.0f} MiB', 'of fp32': '{:.0%}',
+    'moved to fp32': '{}'}
+
 class PrecisionComparison:
     "What `compare_precisions` has measured: HTML in a notebook, text by `str`, a picture by `plot`"
     def __init__(self,
@@ -50,23 +54,22 @@ class PrecisionComparison:
 
     def _shown(self):
         "The columns with anything in them, as text"
-        formats = {'samples per second': '{:,.0f}', '× fp32': '{:.2f}', 'peak memory': '{:,.0f} MiB', 'of fp32': '{:.0%}'}
         df = self.table.replace('', math.nan).dropna(axis='columns', how='all')
-        return pd.DataFrame({k: df[k].map(formats.get(k, '{}').format, na_action='ignore') for k in df})
+        return pd.DataFrame({k: df[k].map(_formats[k].format, na_action='ignore') for k in df})
 
     def _repr_html_(self):
         df = self._shown().rename_axis('precision').reset_index()
         return f'<p>{as_html(self.sentence)}</p>'+styler(df, repr(self)).to_html()
 
     def plot(self,
-        axs=None # A matplotlib `Axes` for speed, and a second one for memory if it was measured; a new figure by default
+        axs=None # A matplotlib `Axes` for speed, and one for memory if it was measured; a new figure by default
     ): # These
         "Draw how fast each precision is, and how much memory it takes, beside fp32"
         columns = [k for k in ('× fp32','of fp32') if self.table[k].notna().any()]
         if axs is None:
             size = 7,.6+1.5*len(columns)
             axs = plt.subplots(len(columns), 1, figsize=size, squeeze=False, layout='constrained')[1][:,0]
-        titles = {'× fp32': 'samples per second, as a multiple of fp32', 'of fp32': 'peak memory, as a share of that of fp32'}
+        titles = {'× fp32': 'samples per second, × fp32', 'of fp32': 'peak memory, × fp32'}
         for ax,k in zip(axs, columns):
             values = self.table[k]
             colors = np.where(values.index==self.recommended, 'tab:blue', 'tab:grey')
@@ -160,54 +163,51 @@ def _compare(learn, batches, load, rounds):
         for o in (*contenders.values(),small):
             o.round()
             if i==0: o.seconds.clear() # this one has warmed up
-    table = _table(contenders, find_bs(batches[0]))
-    seconds = {name: min(o.seconds, default=math.nan) for name,o in (*contenders.items(),('small',small))}
-    return PrecisionComparison(table, *_advice(learn, table, seconds, load))
+    gains = {name: [a/b for a,b in zip(contenders['fp32'].seconds, o.seconds)] for name,o in contenders.items()}
+    table,best = _table(contenders, gains, find_bs(batches[0])),_best(gains)
+    step = np.median(contenders['fp32'].seconds or math.nan)
+    why = _reasons(learn, np.median(small.seconds or math.nan)/step, load/step) if best=='fp32' else ()
+    return PrecisionComparison(table, ' '.join([_advice(table, best), *why]), best)
 
-def _table(contenders, n):
+def _table(contenders, gains, n):
     "A row for each precision"
-    def row(o):
+    def row(name, o):
         mp = vars(o.learn).get('mixed_precision')
-        moved = o.error or in_words(getattr(mp, 'promoted', []))
-        return n/min(o.seconds, default=math.nan),o.memory,moved
-    df = pd.DataFrame([row(o) for o in contenders.values()], [*contenders], ['samples per second','peak memory','moved to fp32'])
-    df.insert(1, '× fp32', df['samples per second']/df['samples per second']['fp32'])
-    df.insert(3, 'of fp32', df['peak memory']/df['peak memory']['fp32'])
-    return df
+        speed,gain = n/np.median(o.seconds or math.nan),np.median(gains[name] or math.nan)
+        return speed,gain,o.memory,o.memory/contenders['fp32'].memory,o.error or in_words(getattr(mp, 'promoted', []))
+    columns = ['samples per second','× fp32','peak memory','of fp32','moved to fp32']
+    return pd.DataFrame([row(*o) for o in contenders.items()], [*contenders], columns)
 
 # %% ../nbs/06_speed.ipynb #9d2c67ed
 _gain = 1.05 # less is no gain
 
-def _best(table):
-    "The precision that is recommended"
-    times = table['× fp32'].fillna(0.)
-    if not times['fp32']: return 'bf16' if table['samples per second'].notna()['bf16'] else 'fp16' # fp32 does not fit
-    best = 'fp16' if times['fp16']>_gain*times['bf16'] else 'bf16'
-    return best if times[best]>=_gain else 'fp32'
+def _best(gains):
+    "The precision that is recommended, by how many times as fast as fp32 each one was in each round"
+    if not gains['fp32']: return 'bf16'
+    fp16,bf16 = [min(gains[o], default=0.) for o in ('fp16','bf16')]
+    if max(fp16, bf16)<_gain: return 'fp32'
+    return 'fp16' if fp16>_gain*bf16 else 'bf16'
 
-def _advice(learn, table, seconds, load):
-    "The recommendation in words, and what is recommended"
-    best = _best(table)
-    row = table.loc[best]
-    if best!='fp32':
-        times = f"{row['× fp32']:.1f} times as fast as fp32" if row['× fp32']>0 else 'fp32 does not fit into memory'
-        memory = f", at {row['of fp32']:.0%} of its memory" if row['of fp32']>0 else ''
-        return f"{best}: {times}{memory}. Call learn.to_{best}_dynamic().",best
-    name = table['× fp32'][['fp16','bf16']].idxmax()
-    other = table.loc[name]
-    memory = f", at {other['of fp32']:.0%} of its memory" if other['of fp32']<1 else ''
-    why = ' '.join(_reasons(learn, seconds, load))
-    return f"fp32: {name} is {other['× fp32']:.2f} times as fast{memory}. {why}".strip(),best
+def _advice(table, best):
+    "The recommendation in words"
+    half = table.loc[['fp16','bf16'] if best=='fp32' else [best]]
+    row = half.loc[half['× fp32'].idxmax()] if half['× fp32'].notna().any() else half.iloc[0]
+    memory = f", at {row['of fp32']:.0%} of its memory" if row['of fp32']<1 else ''
+    if best=='fp32': return f"fp32: {row.name} is {row['× fp32']:.2f} times as fast{memory}."
+    times = f"{row['× fp32']:.1f} times as fast as fp32" if row['× fp32']>0 else 'fp32 does not fit into memory'
+    return f"{best}: {times}{memory}. Call learn.to_{best}_dynamic()."
 
-def _reasons(learn, seconds, load):
+def _reasons(learn,
+    small, # The share of a step's time that half a batch takes
+    load # How long it takes to load a batch, as a multiple of a step
+):
     "Why half precision may gain nothing, one sentence each"
     device = Device.of(next(learn.model.parameters()).device)
     if not device.capability:
         yield f"This {device.type.upper()} has no fast arithmetic in half precision, or the model is too small for it."
         return
     if not device.tensor_cores: yield f"{device.name} has no tensor cores."
-    if seconds['small']>.7*seconds['fp32']:
-        yield "Half a batch takes nearly as long as a whole one, so the GPU is not full: try larger batches."
-    if load>seconds['fp32']: yield "Loading a batch takes longer than a step: use more workers, or do less on the CPU."
+    if small>.7: yield "Half a batch takes nearly as long as a whole one, so the GPU is not full: try larger batches."
+    if load>1: yield "Loading a batch takes longer than a step: use more workers, or do less on the CPU."
     layers = {n: m for n,m in learn.model.named_modules() if isinstance(m, (nn.Linear,*convs))}
     if slow_sizes(layers): yield "Sizes that are not multiples of 8 slow tensor cores down: see learn.fp16_doctor()."

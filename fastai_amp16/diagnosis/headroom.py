@@ -23,7 +23,7 @@ class Note(NamedTuple):
     names:list # Of the modules that gave tensors, in the order in which they ran
     ends:Tensor|list # The least and the largest number of each tensor: two for each name
     kept:set # Names of what is kept in fp32
-    weights:list # Names of modules that compute in half precision, each with the number of elements of its largest weight
+    weights:list # Names of modules in half precision, each with the number of elements of its largest weight
     norms:Tensor|list # Of the gradients of these weights, times the loss scale
 
 class Headroom:
@@ -109,10 +109,17 @@ def _rows(note, info):
         yield note.step,name,top,bits,lost.get(name, math.nan),name in note.kept or bits<0
 
 # %% ../../nbs/diagnosis/01_headroom.ipynb #f17fd374
+def _forecast(before, now):
+    "The step at which a module overflows if it grows as between two steps, with each doubling of their number"
+    fell = before.bits-now.bits
+    if fell<.1: return math.inf
+    doublings = math.log2((now.step+1)/(before.step+1))*now.bits/fell # with Adam, weights grow by equal steps
+    return (now.step+1)*2**min(doublings, 30)-1
+
 def least_room(
     df:pd.DataFrame # From `Headroom.frame`
 ) -> str: # Empty if nothing in half precision was noted
-    "Which module has the least room, and when it ends if it shrinks as it did last with each doubling of the steps, in words"
+    "Which module has the least room, and when it overflows if it goes on to grow as it did, in words"
     df = df[~df.in_fp32]
     if not len(df): return ''
     now = df.loc[df.bits[df.step==df.step.max()].idxmin()]
@@ -121,13 +128,9 @@ def least_room(
     earlier = df[(df.module==now.module) & (df.step<now.step)]
     if not len(earlier): return res
     before = earlier.iloc[-1]
-    fell = before.bits-now.bits
-    if fell<.1: return res
-    doublings = math.log2((now.step+1)/(before.step+1))*now.bits/fell # with Adam, weights grow by equal steps
-    res = f'{res}, {before.bits:.1f} at step {before.step}'
-    if doublings>3: return res
-    ends = (now.step+1)*2**doublings-1
-    return f'{res}:\nat this rate it overflows at step {ends:.0f}'
+    step = _forecast(before, now)
+    if step>10*(now.step+1): return res # which is far away
+    return f'{res}, {before.bits:.1f} at step {before.step}:\nat this rate it overflows at step {step:.0f}'
 
 _most_rows = 40
 
@@ -181,7 +184,8 @@ def plot_room(
     above.plot(columns+.5, rows+.5, '.', color='black', ms=4)
     if len(lost): _heatmap(below, lost, 'bits lost', 10, cmap='Reds')
     else:
-        below.text(.5, .5, 'no gradient loses bits', ha='center', va='center', transform=below.transAxes)
+        says = 'no gradient loses bits (those of 0 are left out)'
+        below.text(.5, .5, says, ha='center', va='center', transform=below.transAxes)
         below.set_yticks([])
     below.set(xlabel='step that was compared with fp32')
     return axs

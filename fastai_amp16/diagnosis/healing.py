@@ -205,7 +205,7 @@ def _count(mp, d, heals):
 def _promote(mp, d):
     "Keep in fp32 from now on what the diagnosis `d` says"
     mp.promoted = uniqueify([*mp.promoted, *d.kept])
-    mp.log.kept_since = {**dict.fromkeys(d.kept, len(mp.log.steps)), **mp.log.kept_since}
+    for o in d.kept: mp.log.kept_since.setdefault(o, len(mp.log.steps))
     mp.plan = None
     mp.ready(mp.step.batches.entry)
     if d.silent: mp.comparison.look_again()

@@ -200,8 +200,7 @@ def to_dict(self:PrecisionReport) -> dict: # For `json.dumps`
     """The report as plain values, with a dict for each row of `table`; `None` in place of NaN and infinity
 
     `module` is the producer, `operation` is `op`, `kept` is `promoted`."""
-    df = self.table.astype(object)
-    rows = [{k: _for_json(v) for k,v in row.items()} for row in df.to_dict('records')]
+    rows = [{k: _for_json(v) for k,v in row.items()} for row in self.table.to_dict('records')]
     return dict(
         verdict=self.verdict, sentence=self.sentence, module=self.producer, operation=self.op, kept=[*self.promoted],
         scale=self.scale, new_scale=self.new_scale, samples=[*self.samples],
