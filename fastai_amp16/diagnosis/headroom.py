@@ -23,7 +23,7 @@ class Note(NamedTuple):
     names:list # Of the modules that gave tensors, in the order in which they ran
     ends:Tensor|list # The least and the largest number of each tensor: two for each name
     kept:set # Names of what is kept in fp32
-    weights:list # Names of modules that compute in half precision, each with the number of elements of its largest weight
+    weights:list # Names of modules in half precision, each with the number of elements of its largest weight
     norms:Tensor|list # Of the gradients of these weights, times the loss scale
 
 class Headroom:

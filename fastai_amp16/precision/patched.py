@@ -151,7 +151,7 @@ def _unbound(m, attr):
 
 def patch_forward(
     m:nn.Module, # Any module
-    owner, # As an `Entry`: `inside.now`, is a pass under way; `call` begins one; `ran`, ids of modules; `watch`; `model`
+    owner, # As an `Entry`: `inside.now`, is a pass under way; `call` begins one; `ran`, module ids; `watch`; `model`
     role:Role=None, # From `PrecisionPlan.roles`
     attr:str='forward' # The method to patch
 ):
