@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from typing import NamedTuple
 from fastai.basics import *
+from matplotlib.ticker import LogLocator
 from ..precision.names import in_words
 
 # %% ../../nbs/train/08_history.ipynb #fef650ff
@@ -223,9 +224,9 @@ def _plot_moves(df, kept_since, axs):
             label = None # once is enough
 
 def _plot_norms(df, clipped_at, ax):
-    ax.plot(df.step, df.grad_norm.where(~df.skipped), lw=1)
+    ax.semilogy(df.step, df.grad_norm.where(~df.skipped), lw=1)
     for norm in clipped_at: ax.axhline(norm, color='tab:red', ls='--', label=f'clipped at {norm:g}')
     ax.set(xlabel='step', ylabel='gradient norm')
-    ax.set_yscale('log', subs=(1,3)) # and as on a linear axis, if the norms are all of one size
+    ax.yaxis.set_minor_locator(LogLocator(subs=(2,5), numticks=3)) # in no more than three decades
     ax.yaxis.set_major_formatter('{x:g}')
     ax.yaxis.set_minor_formatter('{x:g}')
