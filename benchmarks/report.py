@@ -55,10 +55,11 @@ def _results():
     programs,run = (len(libraries.ran(_rows(libraries), o)) for o in ('plain','fp16'))
     return f"""- **Everyday trainings**: {convergence.claim(stored(convergence))} ([more](#whole-trainings)).
 - **Trainings that are hard for fp16**: {survived('training', ours)} of {n_hard} end as in fp32, and {survived('training', theirs)} with
-  `to_fp16` ([more](#what-survives)). Of {len(_rows(published))} failures that people have published, {ends} do ([more](#published-failures)).
+  `to_fp16` ([more](#what-survives)). Of {len(_rows(published))} failures that people have published, {ends} do
+  ([more](#published-failures)).
 - **Random programs that fp16 makes finite but wrong**: {ok} of {n} end as in fp32 ([more](#finite-but-wrong)).
-{_on_a_gpu()}- **On a CPU**: bf16 is {bf16} times as fast as fp32, if the CPU has instructions for it ([more](#bf16-on-a-cpu)). In fp16, convolutional
-  networks take {fp16} times as long as in fp32 ([more](#fp16-convolutions-on-a-cpu)).
+{_on_a_gpu()}- **On a CPU**: bf16 is {bf16} times as fast as fp32, if the CPU has instructions for it ([more](#bf16-on-a-cpu)).
+  In fp16, convolutional networks take {fp16} times as long as in fp32 ([more](#fp16-convolutions-on-a-cpu)).
 - **When a layer moves to fp32**, the fit pauses once, for as long as {pause} steps take ([more](#healing)).
 - **The doctor** warns about {warned} of {n_hostile} models that fail in fp16, and about {healthy} of {n_healthy} healthy ones
   ([more](#the-doctor)).

@@ -77,6 +77,7 @@ def table(res):
 
 def section(res):
     seeds = len(res['rows'][0]['figures'])
+    summary = 'Each training: final metric ± standard deviation (difference from fp32 ± standard error, bold if significant)'
     return f"""### Whole trainings
 
 {claim(res)}.
@@ -87,7 +88,7 @@ Each training runs with {seeds} seeds. With a given seed, all precisions get the
 if a paired t-test says so at the 5% level. By chance, 1 in 20 would be; with {seeds} seeds, a difference must be about three standard
 errors large. fastai's `to_fp16` fails with an LSTM, since PyTorch has none in fp16 for CPUs. {res['machine']}.
 
-{markdown.folded('Each training: final metric ± standard deviation (difference from fp32 ± standard error, bold if significant)', table(res))}"""
+{markdown.folded(summary, table(res))}"""
 
 def chart(res):
     "A dot for each seed; the gray bar spans one standard deviation of fp32 to either side"

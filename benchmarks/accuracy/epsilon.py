@@ -53,7 +53,7 @@ def table(res):
 
 def section(res):
     n,base = len(groups(res))//len(precisions),written(res['rows'][0]['eps'])
-    of = {(written(o['eps']),o['precision']): f"{o['better']} better and {o['worse']} worse" for o in res['counts']}
+    of = {(written(o['eps']),o['precision']): f"{o['better'] or 'none'} better and {o['worse'] or 'none'} worse" for o in res['counts']}
     others = dict.fromkeys(eps for eps,_ in of)
     claims = ' '.join(f"With {o}, {of[o,'to_fp16_dynamic']} in fp16, and {of[o,'to_fp32']} in fp32." for o in others)
     told = [r for rows in groups(res).values() if any(difference(o, rows[0])[2] for o in rows[1:]) for r in rows]

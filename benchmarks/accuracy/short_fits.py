@@ -96,8 +96,8 @@ These are four trainings of our own that are hard for fp16.
 ![Distance from the loss of fp32 after 15, 50 and 150 steps: fits that run batches again end nearer](accuracy/short_fits.png)
 
 The baseline is a fit in fp32 with the same data, weights, batches and dropout. The distance is the difference of the validation losses,
-computed in fp32. "Skipping" is `to_fp16_dynamic(rerun=False)`, which starts at the same loss scale and skips steps as PyTorch's `GradScaler`
-does. {res['machine']}.
+computed in fp32. "Skipping" is `to_fp16_dynamic(rerun=False)`, which starts at the same loss scale and skips steps as PyTorch's
+`GradScaler` does. {res['machine']}.
 
 {markdown.folded(f"Each training: means over {res['seeds']} seeds, and the largest distance in parentheses", table(res))}"""
 

@@ -192,6 +192,7 @@ def section(res):
     kinds = [[r for r in res['rows'] if r['kind']==kind] for kind in ('training','event')]
     def kept(rows, to): return sum(r[to] for r in rows)
     (hard,events),ours,old = kinds,'to_fp16_dynamic','to_non_native_fp16'
+    of_events = f'The {len(events)} events, in fits of small models (fp32 itself fails rows 2 to 4 and the last)'
     return f"""### What survives
 
 Of {len(hard)} trainings that are hard for fp16, {kept(hard, ours)} survive with `to_fp16_dynamic`, {kept(hard, 'to_fp16')} with `to_fp16`,
@@ -206,7 +207,7 @@ A training survives if it ends within 0.05 of fp32's accuracy or R² (one seed).
 
 {markdown.folded(f'The {len(hard)} trainings', table('training', hard))}
 
-{markdown.folded(f'The {len(events)} events, in fits of small models (fp32 itself fails rows 2 to 4 and the last)', table('event', events))}"""
+{markdown.folded(of_events, table('event', events))}"""
 
 def main(args=None):
     p = parser(__file__, __doc__, only=(everything,'rows of the table'))

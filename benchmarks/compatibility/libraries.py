@@ -139,6 +139,7 @@ def skipped(res):
 
 def section(res):
     failing_in_fp16 = [r for r in res['rows'] if r['library']==hard]
+    summary = 'Programs of each library, and the largest difference between a smoothed loss and the same one in fp32'
     return f"""### Programs of other libraries
 
 {claim([r for r in res['rows'] if r not in failing_in_fp16])}. {healed(failing_in_fp16)}
@@ -152,7 +153,7 @@ exports. Each runs unchanged in fp32, and with every learner in half precision. 
 activations or gradients overflow. Some modules of fastxtend, which was made for fastai 2.7, import names that fastcore and PyTorch have
 removed since, and run with these names restored. {res['machine']}, fastai {res['fastai']}.
 
-{markdown.folded('Programs of each library, and the largest difference between a smoothed loss and the same one in fp32', table(res))}""".rstrip()
+{markdown.folded(summary, table(res))}""".rstrip()
 
 def main(argv=None):
     p = parser(__file__, __doc__, limit=(300.,'timeout in seconds for a program in one precision'))

@@ -274,9 +274,9 @@ block, or in all blocks. Numbers are medians of {res['fits']} fits; the deepest 
 - **What stays in half precision.** After the {len(shares)} trainings of [hostile.py](shared/hostile.py), {100*average:.0f}% of the linear
   layers and convolutions compute in half precision on average: all of them in {list(shares.values()).count(1)} trainings, and
   {100*shares[least]:.0f}% in `{least}`.
-- **Speed afterwards.** If attention scores overflow in all of {after['blocks']} blocks, {after['in_half']} of {after['layers']} linear layers
-  still compute in half precision after healing. A step then takes {times('fp16')} of the time of a step in fp16 without the fault. (It takes
-  {times('fp32')} times as long as one in fp32: PyTorch has no fast fp16 on a CPU.)
+- **Speed afterwards.** If attention scores overflow in all of {after['blocks']} blocks, {after['in_half']} of {after['layers']}
+  linear layers still compute in half precision after healing. A step then takes {times('fp16')} of the time of a step in fp16 without
+  the fault. (It takes {times('fp32')} times as long as one in fp32: PyTorch has no fast fp16 on a CPU.)
 - **Memory afterwards.** A new fit with the same layers in fp32 adds {weight('fp32'):.2f} times as much to peak memory as one in fp32, and
   {weight('fp16'):.2f} times as much as one in fp16 without the fault."""
 

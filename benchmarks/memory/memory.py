@@ -102,8 +102,8 @@ def _of_large(res):
 memory: the step reaches {span('step 1')} times the peak of fp32, and the validation {span('validation')} times. Without comparisons
 (`rerun=False`), it is {without} times.
 
-The model is an embedding and a linear layer, and predicts {bs} × {seq} × {words:,} numbers. The peak is what the step or the validation adds
-to that of the process. {res['machine']}."""
+The model is an embedding and a linear layer, and predicts {bs} × {seq} × {words:,} numbers. The peak is what the step or the validation
+adds to that of the process. {res['machine']}."""
 
 def section(res):
     def span(k): return markdown.span(r[k] for r in res['rows'])

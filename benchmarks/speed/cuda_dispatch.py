@@ -177,8 +177,8 @@ def section(res):
 {claim(res['rows'])}.
 
 The additional kernels are casts: one for each weight, which `to_fp16_dynamic` leaves to autocast, those of the inputs, those around a
-softmax, and those around layer norms with weights, group norms and RMS norms. Batch norms and instance norms need none, since they read half
-precision and compute in fp32.
+softmax, and those around layer norms with weights, group norms and RMS norms. Batch norms and instance norms need none, since they
+read half precision and compute in fp32.
 
 No GPU is needed to count kernels: PyTorch {res['torch']} runs the models, in training mode, on fake CUDA tensors, which have no data.
 

@@ -278,8 +278,8 @@ def _batch_norms(res):
     of = {r['contender']: r for r in res['rows'] if (r['model'],r['bs'])==('resnet50',bs) and 'error' not in r}
     if not {'to_fp16_dynamic','to_bf16_dynamic'}<=of.keys(): return
     fp16,bf16 = (of[o]['samples_per_second'] for o in ('to_fp16_dynamic','to_bf16_dynamic'))
-    if bf16<fp16: yield f"""**Batch norms can be slower in bf16 than in fp16**, since PyTorch gives them to cuDNN in fp16 only: with batches of
-{bs}, `resnet50` trains {fp16:,.0f} samples per second in fp16, and {bf16:,.0f} in bf16."""
+    if bf16<fp16: yield f"""**Batch norms can be slower in bf16 than in fp16**, since PyTorch gives them to cuDNN in fp16 only:
+with batches of {bs}, `resnet50` trains {fp16:,.0f} samples per second in fp16, and {bf16:,.0f} in bf16."""
 
 def _optimizer(res):
     "Where the gain over `to_fp16` comes from"
@@ -292,8 +292,8 @@ def _compared(res):
     over = {bs: o for (m,bs),o in ratios(res, 'to_fp16_dynamic', 'to_fp16_fused').items() if m==model}
     if least not in over: return
     at = markdown.listed(f'{o:.2f} times (batches of {bs})' for bs,o in over.items())
-    yield f"""**Large predictions cost speed in a short fit.** `{model}`, which the numbers above leave out, computes little else than 10,000
-logits for each token. Beside `to_fp16` with a fused AdamW, it trains {at} as many samples per second: one of its
+    yield f"""**Large predictions cost speed in a short fit.** `{model}`, which the numbers above leave out, computes little else than
+10,000 logits for each token. Beside `to_fp16` with a fused AdamW, it trains {at} as many samples per second: one of its
 {res['arguments']['steps']} steps is compared with fp32. A longer fit compares fewer of its steps, in the end one of 256."""
 
 def _caveats(res):

@@ -202,6 +202,7 @@ def main(args=None):
 def section(res):
     few,many,large = (res[k][i] for k,i in (('by_number',0),('by_number',-1),('by_size',-1)))
     largest = max(r['to_fp16_dynamic'][1]-r['to_fp16'][1] for r in res['by_case'])
+    summary = 'A model of four small layers (or of as many modules as the row says), and what its learner has besides'
     return f"""### Cost by number and size of tensors
 
 With {few['tensors']} small tensors, mixed precision adds {few['ours'][1]:.2g} ms to a step ({few['by_hand'][1]:.2g} ms in a loop written
@@ -213,11 +214,12 @@ For few small tensors, nearly all of this time is Python and fastai's events. Wi
 {large['ours'][1]:.0f} ms ({large['by_hand'][1]:.0f} ms in a loop written by hand), and a single copy of as many bytes takes
 {large['copy'][1]:.0f} ms.
 
-The time covers casts of weights and gradients, unscaling, the norm, the check for overflow, and fastai's events. There is no arithmetic, the
-optimizer does nothing, and the time of the same loop without mixed precision is subtracted. {res['machine']}.
+The time covers casts of weights and gradients, unscaling, the norm, the check for overflow, and fastai's events. There is no arithmetic,
+the optimizer does nothing, and the time of the same loop without mixed precision is subtracted. {res['machine']}.
 
-What a step costs depends on what can have changed in it. What else a learner holds adds {largest:.1f} ms or less, beside fastai's `to_fp16`.
+What a step costs depends on what can have changed in it. What else a learner holds adds {largest:.1f} ms or less, beside fastai's
+`to_fp16`.
 
-{markdown.folded('A model of four small layers (or of as many modules as the row says), and what its learner has besides', table(res['by_case']))}"""
+{markdown.folded(summary, table(res['by_case']))}"""
 
 if __name__=='__main__': main()

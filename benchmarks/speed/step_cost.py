@@ -287,8 +287,8 @@ Where launching operators takes most of the time, a step with `to_fp16_dynamic` 
 `to_fp16` with `Adam` and `GradientClip`. It takes {over['over_floor']} times as long as a PyTorch loop written by hand, plus fastai's loop
 with nothing to compute; with norms in fp32 in that loop, too, it is {over['over_careful_floor']} times.
 
-The loop written by hand has autocast, `GradScaler`, fused AdamW and clipping. On a CPU, it computes norms in half precision, where they lose
-digits. Medians do not show the few steps that `to_fp16_dynamic` [compares with fp32](#comparisons-with-fp32-and-reports).
+The loop written by hand has autocast, `GradScaler`, fused AdamW and clipping. On a CPU, it computes norms in half precision, where they
+lose digits. Medians do not show the few steps that `to_fp16_dynamic` [compares with fp32](#comparisons-with-fp32-and-reports).
 
 The models have {tensors} tensors, most of them with 16 × 16 elements. {res['machine']}, {res['rounds']} rounds of {res['steps']} steps.
 

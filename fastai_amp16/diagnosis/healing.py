@@ -205,7 +205,8 @@ def _count(mp, d, heals):
 def _promote(mp, d):
     "Keep in fp32 from now on what the diagnosis `d` says"
     mp.promoted = uniqueify([*mp.promoted, *d.kept])
-    for o in d.kept: mp.log.kept_since.setdefault(o, len(mp.log.steps))
+    before = mp.log.kept_since
+    mp.log.kept_since = {**before, **dict.fromkeys(d.kept, len(mp.log.steps)), **before} # in the order of the steps
     mp.plan = None
     mp.ready(mp.step.batches.entry)
     if d.silent: mp.comparison.look_again()

@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from typing import NamedTuple
 from fastai.basics import *
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogLocator
 from ..precision.names import in_words
 
 # %% ../../nbs/train/08_history.ipynb #fef650ff
@@ -226,8 +226,9 @@ def _plot_moves(df, kept_since, axs):
             label = None # once is enough
 
 def _plot_norms(df, clipped_at, ax):
-    ax.plot(df.step, df.grad_norm.where(~df.skipped), lw=1)
+    ax.semilogy(df.step, df.grad_norm.where(~df.skipped), lw=1)
     for norm in clipped_at: ax.axhline(norm, color='tab:red', ls='--', label=f'clipped at {norm:g}')
-    ax.set(xlabel='step', ylabel='gradient norm', yscale='log')
+    ax.set(xlabel='step', ylabel='gradient norm')
+    ax.yaxis.set_minor_locator(LogLocator(subs=(2,5), numticks=3)) # in no more than three decades
     ax.yaxis.set_major_formatter('{x:g}')
-    ax.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False)) # a few, if the norms are all of one size
+    ax.yaxis.set_minor_formatter('{x:g}')
