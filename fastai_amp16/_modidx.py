@@ -1102,8 +1102,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastai_amp16.speed': { 'fastai_amp16.speed.Learner.compare_precisions': ( 'speed.html#learner.compare_precisions',
                                                                                        'fastai_amp16/speed.py'),
                                     'fastai_amp16.speed.PrecisionComparison': ('speed.html#precisioncomparison', 'fastai_amp16/speed.py'),
-                                    'fastai_amp16.speed.PrecisionComparison.__init__': ( 'speed.html#precisioncomparison.__init__',
-                                                                                         'fastai_amp16/speed.py'),
                                     'fastai_amp16.speed.PrecisionComparison.__repr__': ( 'speed.html#precisioncomparison.__repr__',
                                                                                          'fastai_amp16/speed.py'),
                                     'fastai_amp16.speed.PrecisionComparison._repr_html_': ( 'speed.html#precisioncomparison._repr_html_',

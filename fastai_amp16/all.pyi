@@ -18,7 +18,7 @@ Class = TypeVar('Class', bound=type)
 __all__ = ['DynamicScaler', 'PrecisionPlan', 'half_forward', 'register_norm', 'swap_module', 'AdamW16', 'Adam16',
            'RAdam16', 'Lamb16', 'QHAdam16', 'Larc16', 'RMSProp16', 'ranger16', 'FusedAdam', 'GradientNormClip',
            'PrecisionReport', 'GradNorm', 'LossScale', 'SkippedSteps', 'PrecisionWarning', 'DynamicMixedPrecision',
-           'Checkup', 'Finding']
+           'Checkup', 'Finding', 'PrecisionComparison']
 
 class DynamicScaler(GradScaler):
     hysteresis: int
@@ -360,3 +360,10 @@ class Finding:
     others: list[Any] = ...
     @property
     def where(self) -> str: ...
+
+@dataclass
+class PrecisionComparison:
+    table: DataFrame
+    sentence: str
+    recommended: str
+    def plot(self, axs: Any = None) -> Any: ...

@@ -13,6 +13,7 @@ with warnings.catch_warnings(): # torch's, at the import of fastai: that torch.j
 from fastai.callback.all import *
 from fastai.callback.fp16 import MixedPrecision
 from .learner import *
+from .diagnosis.headroom import least_room
 from .optim.clip import GradientNormClip
 from .optim.optimizer import AdamW16
 from fastcore.script import CliError,call_parse
@@ -222,6 +223,7 @@ def _print_reports(learn, reports):
     print('\nOn raw counts, to_fp16_dynamic() finds what overflows and keeps it in fp32:')
     for r in learn.mixed_precision.reports:
         print(f'\n{r}' if reports else _wrapped(r.sentence, initial_indent='- ', subsequent_indent='  '))
+    print('\n'+_wrapped(f'In fp16, {least_room(learn.mixed_precision.headroom)}.'))
 
 @call_parse
 def main(

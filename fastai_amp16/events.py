@@ -22,7 +22,8 @@ def _in_turn(cbs, event_name):
         for cb in cbs: cb(event_name)
 
 event.after_precision_change = 'after_precision_change' # as fastai knows its own, so that a callback may have it
-Callback._methods.append(event.after_precision_change) # also as an argument, `Callback(after_precision_change=f)`
+# also as an argument, `Callback(after_precision_change=f)`; a list of its own, since fastai's is that of its events
+Callback._methods = [*Callback._methods, event.after_precision_change]
 
 class ActingCallbacks:
     "Finds the callbacks of a learner that act at an event of a batch"

@@ -8,6 +8,7 @@ __all__ = ['PrecisionComparison']
 # %% ../nbs/06_speed.ipynb #db5b5fab
 import math,warnings
 from copy import copy
+from dataclasses import dataclass
 from itertools import cycle,islice
 from time import perf_counter
 from fastai.basics import *
@@ -42,13 +43,12 @@ _formats = { # of the columns
     'samples per second': '{:,.0f}', '× fp32': '{:.2f}', 'peak memory': '{:,.0f} MiB', 'of fp32': '{:.0%}',
     'moved to fp32': '{}'}
 
+@dataclass(repr=False)
 class PrecisionComparison:
     "What `compare_precisions` has measured: HTML in a notebook, text by `str`, a picture by `plot`"
-    def __init__(self,
-        table:pd.DataFrame, # A row for each precision
-        sentence:str, # The recommendation, with its reason
-        recommended:str # 'fp32', 'fp16' or 'bf16'
-    ): store_attr()
+    table:pd.DataFrame # A row for each precision
+    sentence:str # The recommendation, with its reason
+    recommended:str # 'fp32', 'fp16' or 'bf16'
 
     def __repr__(self): return f'{self.sentence}\n\n{self._shown().to_string(na_rep="")}'
 

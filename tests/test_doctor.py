@@ -473,4 +473,4 @@ def test_checkup():
 
 def test_public_names():
     import fastai_amp16.doctor
-    assert set(fastai_amp16.doctor.__all__)=={'Checkup','Device','Finding'}
+    assert set(fastai_amp16.doctor.__all__)=={'Checkup','Device','Finding','slow_sizes'}

@@ -110,11 +110,14 @@ def _rows(note, info):
 
 # %% ../../nbs/diagnosis/01_headroom.ipynb #f17fd374
 def _forecast(before, now):
-    "The step at which a module overflows if it grows as between two steps, with each doubling of their number"
+    """The first and the last step at which a module overflows if it goes on growing as between two steps
+
+    First if it grows by the same factor in each step; last if by equal steps, as weights do with Adam."""
     fell = before.bits-now.bits
-    if fell<.1: return math.inf
-    doublings = math.log2((now.step+1)/(before.step+1))*now.bits/fell # with Adam, weights grow by equal steps
-    return (now.step+1)*2**min(doublings, 30)-1
+    if fell<.1: return math.inf,math.inf
+    times = now.bits/fell
+    doublings = times*math.log2((now.step+1)/(before.step+1))
+    return now.step+times*(now.step-before.step),(now.step+1)*2**min(doublings, 30)-1
 
 def least_room(
     df:pd.DataFrame # From `Headroom.frame`
@@ -128,9 +131,11 @@ def least_room(
     earlier = df[(df.module==now.module) & (df.step<now.step)]
     if not len(earlier): return res
     before = earlier.iloc[-1]
-    step = _forecast(before, now)
-    if step>10*(now.step+1): return res # which is far away
-    return f'{res}, {before.bits:.1f} at step {before.step}:\nat this rate it overflows at step {step:.0f}'
+    begin,end = _forecast(before, now)
+    far = 10*(now.step+1)
+    if begin>far: return res
+    when = f'between steps {begin:.0f} and {end:.0f}' if end<far else f'from step {begin:.0f} on'
+    return f'{res}, {before.bits:.1f} at step {before.step}:\nat this rate it overflows {when}'
 
 _most_rows = 40
 
