@@ -94,10 +94,14 @@ def to_dict(self:DynamicMixedPrecision) -> dict: # For `json.dumps`
     log,model = self.log,self.learn and self.learn.model
     kept = names_of(unwrap(model), self.keeps(model)) if model else self.promoted # without a learner after `to_fp32`
     return dict(
-        precision=self.amp_mode.value, loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
-        steps=len(log.steps), reruns=sum(o.reruns>0 for o in log.steps), skipped=log.n_skipped,
+        precision=self.amp_mode.value,
+        loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
+        steps=len(log.steps),
+        reruns=sum(o.reruns>0 for o in log.steps),
+        skipped=log.n_skipped,
         kept={name: log.kept_since.get(name) for name in kept},
-        last_fit=_ending(self), reports=[o.to_dict() for o in self.reports])
+        last_fit=_ending(self),
+        reports=[o.to_dict() for o in self.reports])
 
 @patch
 def __repr__(self:DynamicMixedPrecision):

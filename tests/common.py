@@ -162,7 +162,7 @@ class Elsewhere(torch.optim.Optimizer):
 torchs = partial(torch.optim.AdamW, eps=1e-5) # fastai's: by 1e-8, rounding decides where a weight goes whose gradient is nearly 0
 optimizers = {'AdamW16':AdamW16, 'Adam':Adam, 'OptimWrapper':partial(OptimWrapper, opt=torchs),
               'from elsewhere':partial(OptimWrapper, opt=Elsewhere)}
-drawn = AdamW16 # the fixture `optimizer` draws another one
+drawn = partial(AdamW16, eps=1e-4) # as for `torchs`; the fixture `optimizer` draws another one
 
 class Watch(Callback):
     "State before each batch and after it, and which events fired"

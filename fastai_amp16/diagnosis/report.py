@@ -203,9 +203,19 @@ def to_dict(self:PrecisionReport) -> dict: # For `json.dumps`
     `module` is the producer, `operation` is `op`, `kept` is `promoted`."""
     rows = [{k: _for_json(v) for k,v in row.items()} for row in self.table.to_dict('records')]
     return dict(
-        verdict=self.verdict, sentence=self.sentence, module=self.producer, operation=self.op, kept=[*self.promoted],
-        scale=self.scale, new_scale=self.new_scale, samples=[*self.samples],
-        dtype=str(self.dtype).removeprefix('torch.'), done=self.done, remedy=self.remedy, hint=self.hint, table=rows)
+        verdict=self.verdict,
+        sentence=self.sentence,
+        module=self.producer,
+        operation=self.op,
+        kept=[*self.promoted],
+        scale=self.scale,
+        new_scale=self.new_scale,
+        samples=[*self.samples],
+        dtype=str(self.dtype).removeprefix('torch.'),
+        done=self.done,
+        remedy=self.remedy,
+        hint=self.hint,
+        table=rows)
 
 @patch
 def _words(self:PrecisionReport):

@@ -181,8 +181,12 @@ def log_step(
     for cb in learn.cbs:
         log = _way_to_log(vars(cb))
         if not (log and cb.run): continue
-        numbers = dict(loss_scale=row.loss_scale, reruns=row.reruns, skipped=int(row.skipped),
-                       grad_norm=row.grad_norm, promoted=n_promoted)
+        numbers = dict(
+            loss_scale=row.loss_scale,
+            reruns=row.reruns,
+            skipped=int(row.skipped),
+            grad_norm=row.grad_norm,
+            promoted=n_promoted)
         log(cb, {f'mixed_precision/{name}': number for name,number in numbers.items()})
 
 # %% ../../nbs/train/08_history.ipynb #1397dafb
