@@ -40,7 +40,10 @@ def compare_precisions(self:Learner,
 
 # %% ../nbs/06_speed.ipynb #2f45e678
 _formats = { # of the columns
-    'samples per second': '{:,.0f}', '× fp32': '{:.2f}', 'peak memory': '{:,.0f} MiB', 'of fp32': '{:.0%}',
+    'samples per second': '{:,.0f}',
+    '× fp32': '{:.2f}',
+    'peak memory': '{:,.0f} MiB',
+    'of fp32': '{:.0%}',
     'moved to fp32': '{}'}
 
 @dataclass(repr=False)
@@ -69,7 +72,9 @@ class PrecisionComparison:
         if axs is None:
             size = 7,.6+1.5*len(columns)
             axs = plt.subplots(len(columns), 1, figsize=size, squeeze=False, layout='constrained')[1][:,0]
-        titles = {'× fp32': 'samples per second, × fp32', 'of fp32': 'peak memory, × fp32'}
+        titles = {
+            '× fp32': 'samples per second, × fp32',
+            'of fp32': 'peak memory, × fp32'}
         for ax,k in zip(axs, columns):
             values = self.table[k]
             colors = np.where(values.index==self.recommended, 'tab:blue', 'tab:grey')

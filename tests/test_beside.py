@@ -573,7 +573,7 @@ def test_several_inputs_and_outputs_in_a_dict(to, dtype):
         x,c = torch.randn(64,8),torch.randint(0, 5, (64,3))
         dls = DataLoaders.from_dsets(Items(zip(x, c, x[:,:1])), Items(zip(x, c, x[:,:1])), bs=16, shuffle=False, device=default_device())
         dls.n_inp = 2
-        learn = Learner(dls, TwoInputs(emb=nn.Embedding(5,8)), mse, AdamW16, lr=1e-2)
+        learn = Learner(dls, TwoInputs(emb=nn.Embedding(5,8)), mse, drawn, lr=1e-2)
         return fit(to(learn), 2)
     like_fp32(run(Learner.to_fp32), run(getattr(Learner, to)), rtol=0.1, atol=2e-2)
 
@@ -601,7 +601,7 @@ def digits(to, cbs=None, model=conv_net, n=64, **kwargs):
     set_seed(0, reproducible=True)
     train,valid = (Items([dl.dataset[i] for i in range(m)]) for dl,m in zip(digits_dls().loaders, (n,32)))
     dls = DataLoaders.from_dsets(train, valid, bs=16, device=default_device())
-    return to(Learner(dls, model(), CrossEntropyLossFlat(), AdamW16, lr=1e-2, metrics=accuracy, cbs=cbs, **kwargs))
+    return to(Learner(dls, model(), CrossEntropyLossFlat(), drawn, lr=1e-2, metrics=accuracy, cbs=cbs, **kwargs))
 
 @both
 @pytest.mark.parametrize('mix', [MixUp, CutMix])

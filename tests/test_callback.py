@@ -44,7 +44,8 @@ def test_half_precision_in_training_and_validation(to, dtype):
 def test_trains_as_a_hand_written_loop():
     "autocast, GradScaler and AdamW of torch, bit by bit the same loss and to rounding the same weights"
     model = mlp(bn=False)
-    ours = learner(copy.deepcopy(model), shuffle=False, wd=0.1, wd_bn_bias=True, cbs=GradientNormClip(0.5)).to_fp16_dynamic()
+    decays = dict(wd=0.1, wd_bn_bias=True)
+    ours = learner(copy.deepcopy(model), shuffle=False, opt_func=AdamW16, cbs=GradientNormClip(0.5), **decays).to_fp16_dynamic()
     losses = []
     class Losses(Callback):
         def after_batch(self):
