@@ -223,7 +223,8 @@ def _print_reports(learn, reports):
     print('\nOn raw counts, to_fp16_dynamic() finds what overflows and keeps it in fp32:')
     for r in learn.mixed_precision.reports:
         print(f'\n{r}' if reports else _wrapped(r.sentence, initial_indent='- ', subsequent_indent='  '))
-    print('\n'+_wrapped(f'In fp16, {least_room(learn.mixed_precision.headroom)}.'))
+    mp = learn.mixed_precision
+    print('\n'+_wrapped(f'In fp16, {least_room(mp.headroom, len(mp.history))}.'))
 
 @call_parse
 def main(

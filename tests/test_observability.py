@@ -605,7 +605,7 @@ def test_a_plot_of_the_room():
     mp = learn.mixed_precision
     df,history = mp.headroom,mp.history
     events,above,below = axs = mp.plot_headroom()
-    assert events.get_title()==least_room(df)
+    assert events.get_title()==least_room(df, len(history))
     drawn = dict(zip([o.get_text() for o in events.get_yticklabels()], [o.get_xdata() for o in events.lines]))
     assert [len(drawn[o]) for o in ('ran again','layers moved to fp32')]==[(history.reruns>0).sum(),1]
     assert len(drawn['loss scale fell'])==(history.loss_scale.diff()<0).sum()

@@ -120,7 +120,8 @@ def _forecast(before, now):
     return now.step+times*(now.step-before.step),(now.step+1)*2**min(doublings, 30)-1
 
 def least_room(
-    df:pd.DataFrame # From `Headroom.frame`
+    df:pd.DataFrame, # From `Headroom.frame`
+    steps:int=0 # How many steps were made: no forecast is for one of these
 ) -> str: # Empty if nothing in half precision was noted
     "Which module has the least room, and when it overflows if it goes on to grow as it did, in words"
     df = df[~df.in_fp32]
@@ -133,7 +134,7 @@ def least_room(
     before = earlier.iloc[-1]
     begin,end = _forecast(before, now)
     far = 10*(now.step+1)
-    if begin>far: return res
+    if end<steps or begin>far: return res
     when = f'between steps {begin:.0f} and {end:.0f}' if end<far else f'from step {begin:.0f} on'
     return f'{res}, {before.bits:.1f} at step {before.step}:\nat this rate it overflows {when}'
 
@@ -183,13 +184,13 @@ def plot_room(
         'ran again': (history.step[history.reruns>0],'tab:orange'),
         'loss scale fell': (history.step[scale<scale.shift()],'tab:blue'),
         'layers moved to fp32': (sorted({*moved}),'tab:purple')})
-    events.set_title(least_room(df), fontsize=9)
+    events.set_title(least_room(df, len(history)), fontsize=9)
     _heatmap(above, bits, 'bits left', 15, cmap='RdYlGn')
     rows,columns = np.nonzero(in_fp32.values)
     above.plot(columns+.5, rows+.5, '.', color='black', ms=4)
     if len(lost): _heatmap(below, lost, 'bits lost', 10, cmap='Reds')
     else:
-        says = 'no gradient loses bits (those of 0 are left out)'
+        says = 'no gradient loses bits (gradients of exactly 0 are not counted)'
         below.text(.5, .5, says, ha='center', va='center', transform=below.transAxes)
         below.set_yticks([])
     below.set(xlabel='step that was compared with fp32')
