@@ -41,7 +41,10 @@ class FitEvents(NamedTuple):
     @property
     def comment(self) -> str:
         "For the progress bar; empty if nothing happened"
-        counts = (self.reruns,'ran again'),(self.skipped,'skipped'),(len(self.moved),'moved to fp32')
+        counts = (
+            (self.reruns,'ran again'),
+            (self.skipped,'skipped'),
+            (len(self.moved),'moved to fp32'))
         return ', '.join(f'{n} {what}' for n,what in counts if n)
 
     @property
