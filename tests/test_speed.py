@@ -1,0 +1,96 @@
+"compare_precisions times each precision, recommends one, and leaves no trace"
+import copy,math
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest,torch
+from fastai.basics import Callback,Learner
+from fastai.callback.all import CSVLogger,MixUp,SaveModelCallback,ShowGraphCallback
+from torch import nn
+from common import *
+from fastai_amp16 import speed
+from fastai_amp16.all import GradientNormClip,PrecisionWarning
+from fastai_amp16.doctor import Device
+
+def state(learn):
+    "What a fit may change"
+    opt = learn.opt and copy.deepcopy(learn.opt.state_dict())
+    return copy.deepcopy([learn.model.state_dict(), opt, torch.get_rng_state(), learn.model.training, learn.training,
+                          [(cb.name, cb.order) for cb in learn.cbs], [p.grad for p in learn.model.parameters()]])
+
+def same(a, b):
+    if isinstance(a, torch.Tensor): return torch.equal(a, b)
+    if isinstance(a, dict): return a.keys()==b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(same, a, b))
+    return a==b
+
+@pytest.mark.parametrize('to', [Learner.to_fp32, Learner.to_fp16_dynamic])
+@pytest.mark.parametrize('fitted', [False,True])
+def test_no_trace_is_left(to, fitted):
+    "The next fit is bit for bit the one without"
+    def run(asks):
+        learn = to(learner(lambda: mlp(bn=True), shuffle=True, cbs=GradientNormClip(1.)))
+        if fitted: fit(learn, 1)
+        before = state(learn)
+        if asks:
+            learn.compare_precisions(2)
+            assert same(before, state(learn)) and all(cb.learn is learn for cb in learn.cbs)
+        fit(learn, 2)
+        return learn
+    a,b = run(False),run(True)
+    assert same(state(a), state(b)) and a.recorder.losses==b.recorder.losses
+
+def test_it_is_what_a_fit_finds():
+    "Speeds in each precision, what moves to fp32, and fp32 on a CPU"
+    hot = nn.Sequential(nn.Linear(8, 16), Do(lambda x: x*1e5), nn.Linear(16, 1))
+    found = learner(hot).compare_precisions(2)
+    with pytest.warns(PrecisionWarning): ref = fit(learner(copy.deepcopy(hot)).to_fp16_dynamic(), 1).mixed_precision.promoted
+    assert ref and all(f'`{o}`' in found.table['moved to fp32']['fp16'] for o in ref[:3]) and not found.table['moved to fp32']['fp32']
+    assert [*found.table.index]==['fp32','fp16','bf16'] and found.table['× fp32']['fp32']==1
+    assert (found.table['samples per second']>0).all() and found.table['peak memory'].isna().all()
+    assert found.sentence in str(found) and 'memory' not in str(found) and '<table' in found._repr_html_()
+    axs = found.plot()
+    assert [t.get_text() for t in axs[0].get_yticklabels()]==['fp32','fp16','bf16'] and len(axs)==1
+    plt.close('all')
+
+def test_what_acts_within_a_step_takes_part_and_nothing_is_written(tmp_path):
+    seen = []
+    class Own(Callback):
+        def before_backward(self): seen.append(self.learn)
+    class Logs(Callback):
+        def after_epoch(self): raise AssertionError
+    learn = learner(path=tmp_path, cbs=[MixUp(.4), Own(), Logs(), CSVLogger(), SaveModelCallback(), ShowGraphCallback()])
+    learn.compare_precisions(1)
+    assert len({*map(id, seen)})==4 and learn not in seen and not [*tmp_path.rglob('*.*')] and not hasattr(learn, 'lam')
+
+def test_arguments_and_errors():
+    learn = learner()
+    for n in (0,-1,1.5): pytest.raises(ValueError, learn.compare_precisions, n)
+    class Asks(Callback):
+        def after_batch(self): self.learn.compare_precisions()
+    with pytest.raises(RuntimeError, match='outside a fit'): fit(learn, 1, cbs=Asks())
+    def broken(x): raise RuntimeError('no way')
+    with pytest.raises(RuntimeError, match='no way'): learner(nn.Sequential(nn.Linear(8, 1), Do(broken))).compare_precisions(1)
+    def half_only(x):
+        if x.dtype!=torch.float32 or torch.is_autocast_enabled('cpu'): raise KeyError('half')
+        return x
+    found = learner(nn.Sequential(nn.Linear(8, 1), Do(half_only))).to_fp16_dynamic(on_spiral='raise').compare_precisions(1)
+    assert found.recommended=='fp32'
+
+@pytest.mark.parametrize('gains,best', [
+    (dict(fp32=[1.,1.], fp16=[1.9,1.8], bf16=[1.8,1.9]), 'bf16'), (dict(fp32=[1.,1.], fp16=[1.9,2.], bf16=[1.5,1.6]), 'fp16'),
+    (dict(fp32=[1.,1.], fp16=[1.9,.9], bf16=[1.,1.]), 'fp32'), (dict(fp32=[1.], fp16=[], bf16=[]), 'fp32'),
+    (dict(fp32=[], fp16=[], bf16=[]), 'bf16')])
+def test_the_best_is_faster_in_each_round(gains, best): assert speed._best(gains)==best
+
+@pytest.mark.parametrize('capability,small,load,says', [
+    ((6,1), .5, .1, ['no tensor cores']), ((8,0), .9, .1, ['larger batches']), ((8,0), .5, 2., ['workers']), ((8,0), .5, .1, [])])
+def test_reasons_on_a_gpu(monkeypatch, capability, small, load, says):
+    monkeypatch.setattr(speed.Device, 'of', lambda device: Device('cuda', 'a GPU', capability))
+    found = [*speed._reasons(learner(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))), small, load)]
+    assert len(found)==len(says) and all(a in b for a,b in zip(says, found))
+
+def test_a_sentence_has_speed_and_memory():
+    table = pd.DataFrame({'× fp32': [1.,1.9,math.nan], 'of fp32': [1.,.62,math.nan]}, ['fp32','bf16','fp16'])
+    assert speed._advice(table, 'bf16')=='bf16: 1.9 times as fast as fp32, at 62% of its memory. Call learn.to_bf16_dynamic().'
+    assert 'does not fit into memory' in speed._advice(table.assign(**{'× fp32': math.nan}), 'bf16')
+    assert speed._advice(table, 'fp32').startswith('fp32: bf16 is 1.90 times as fast')
