@@ -198,7 +198,9 @@ def _advice(table, best):
     half = table.loc[['fp16','bf16'] if best=='fp32' else [best]]
     row = half.loc[half['× fp32'].idxmax()] if half['× fp32'].notna().any() else half.iloc[0]
     memory = f", at {row['of fp32']:.0%} of its memory" if row['of fp32']<1 else ''
-    if best=='fp32': return f"fp32: {row.name} is {row['× fp32']:.2f} times as fast{memory}."
+    if best=='fp32':
+        if math.isnan(row['× fp32']): return f"fp32: half precision raises {row['moved to fp32']}."
+        return f"fp32: {row.name} is {row['× fp32']:.2f} times as fast{memory}."
     times = f"{row['× fp32']:.1f} times as fast as fp32" if row['× fp32']>0 else 'fp32 does not fit into memory'
     return f"{best}: {times}{memory}. Call learn.to_{best}_dynamic()."
 

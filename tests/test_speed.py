@@ -70,11 +70,12 @@ def test_arguments_and_errors():
     with pytest.raises(RuntimeError, match='outside a fit'): fit(learn, 1, cbs=Asks())
     def broken(x): raise RuntimeError('no way')
     with pytest.raises(RuntimeError, match='no way'): learner(nn.Sequential(nn.Linear(8, 1), Do(broken))).compare_precisions(1)
-    def half_only(x):
-        if x.dtype!=torch.float32 or torch.is_autocast_enabled('cpu'): raise KeyError('half')
-        return x
-    found = learner(nn.Sequential(nn.Linear(8, 1), Do(half_only))).to_fp16_dynamic(on_spiral='raise').compare_precisions(1)
-    assert found.recommended=='fp32'
+    class FailsInHalf(Callback):
+        def before_backward(self):
+            if 'mixed_precision' in vars(self.learn): raise KeyError('half')
+    found = learner(cbs=FailsInHalf()).compare_precisions(1)
+    assert found.recommended=='fp32' and all('KeyError' in found.table['moved to fp32'][o] for o in ('fp16','bf16'))
+    assert found.sentence.startswith('fp32: half precision raises KeyError')
 
 @pytest.mark.parametrize('gains,best', [
     (dict(fp32=[1.,1.], fp16=[1.9,1.8], bf16=[1.8,1.9]), 'bf16'), (dict(fp32=[1.,1.], fp16=[1.9,2.], bf16=[1.5,1.6]), 'fp16'),
