@@ -338,7 +338,7 @@ def test_what_a_gpu_did_is_in_the_readme():
     for m in res['arguments']['models']: assert ' | '.join(' / '.join(f'{o[m,bs]:.2f}' for bs in sizes) for o in columns) in text
     for o in columns: assert markdown.span(v for (m,_),v in o.items() if m in others) in text
     least,at = min((columns[-1]['large_predictions',bs],bs) for bs in sizes)
-    assert f'{least:.2f} of the speed' in text and f'(batches of {at})' in text and res['machine'] in text
+    assert f'{least:.2f} of `to_fp16` with a fused AdamW (batches of {at}, ' in text and res['machine'] in text
 
 def test_what_a_gpu_did_comes_to_the_report_by_itself(tmp_path, monkeypatch):
     "As `benchmarks/speed/gpu.py` writes it"
