@@ -31,9 +31,9 @@ class DynamicMixedPrecision(MixedPrecision):
 
     Replaces fastai's `MixedPrecision`, also as `learn.mixed_precision`. The model's own parameters are the master
     weights, so you read, edit, save and load the weights that are trained. A batch whose gradients are not finite
-    runs again, at a lower loss scale or with the layers that overflow in fp32. By default, a step is skipped only if
-    fp32 could not take it either, for lack of memory, say, or if its batch cannot run again: your code changed
-    weights or inputs within it, or it accumulates more than 1 GiB. A warning then says so. The loss scale carries
+    runs again, at a lower loss scale or with the layers that overflow in fp32. By default, a step is skipped in two cases only.
+    Fp32 could not take it either, for lack of memory, say. Or its batch cannot run again, because your code changed
+    weights or inputs within it, or because it accumulates more than 1 GiB. A warning then says so. The loss scale carries
     over from fit to fit, and checkpoints with the optimizer contain it.
 
     Raises `TypeError` for unknown arguments and `ValueError` for invalid ones, for a model without parameters or
