@@ -35,7 +35,10 @@ def _on_a_gpu():
         return markdown.span(o for (m,_),o in over.items() if m!=gpu.only_predictions) if over else ''
     speed,peak = map(span, ('samples_per_second','peak_mib'))
     if not (speed and peak): return ''
-    return f"""- **On a GPU**: {speed} times as many samples per second as in fp32, in {peak} of its memory, for all models but one
+    over = gpu.ratios(stored(gpu), 'to_fp16_dynamic', 'fp32')
+    rest = markdown.span(o for (m,_),o in over.items() if m==gpu.only_predictions)
+    worst = f". Only `{gpu.only_predictions}`, which computes little else than logits, is at {rest}" if rest else ''
+    return f"""- **On a GPU**: {speed} times as many samples per second as in fp32, in {peak} of its memory{worst}
   ([more](#whole-trainings-on-a-gpu)).
 """
 
@@ -73,7 +76,7 @@ How close does `to_fp16_dynamic` stay to fp32, and what does it cost? The result
 
 {results}
 
-Most trainings and models are cases of our own. The random programs, and the models and notebooks of others, are the better evidence. All
+Most trainings and models are cases of our own. The random programs, and the models and notebooks of others, are not. All
 times and memory were measured on a CPU, except for [Whole trainings on a GPU](#whole-trainings-on-a-gpu).
 
 Contenders take turns in one process, so that changes in the speed of the machine affect all of them. Times are medians, with quartiles in

@@ -107,12 +107,12 @@ class _EndIfHopeless(Callback):
 
 precisions = {
     'fp32':                Learner.to_fp32,
-    'fp16, dynamic scale': lambda learn: learn.add_cb(_FastaisFP16()), # as `to_fp16` does
+    "fastai's to_fp16()":  lambda learn: learn.add_cb(_FastaisFP16()),
     'to_fp16_dynamic()':   Learner.to_fp16_dynamic,
     'to_bf16_dynamic()':   Learner.to_bf16_dynamic}
 trainings = { # what to compare on which data
-    'digits':     ('fp32', 'fp16, dynamic scale', 'to_fp16_dynamic()', 'to_bf16_dynamic()'),
-    'raw counts': ('fp32', 'fp16, dynamic scale', 'to_fp16_dynamic()')}
+    'digits':     ('fp32', "fastai's to_fp16()", 'to_fp16_dynamic()', 'to_bf16_dynamic()'),
+    'raw counts': ('fp32', "fastai's to_fp16()", 'to_fp16_dynamic()')}
 
 def train(
     data:str, # 'digits' for `small_cnn`, 'raw counts' for `RegNetY`

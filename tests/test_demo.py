@@ -40,11 +40,11 @@ def test_command_prints_one_table(told):
 
 def test_a_hopeless_training_ends_after_its_first_epoch():
     "torch's scale halves at each of its steps, and all of them are skipped"
-    learn,row = train('raw counts', 'fp16, dynamic scale', epochs=3)
+    learn,row = train('raw counts', "fastai's to_fp16()", epochs=3)
     assert (row['epochs'],row['skipped'],row['loss scale'])==(1,22,2.**-5) and learn.mixed_precision.history.skipped.all()
 
 def test_command_says_which_training_ended_early(told):
-    assert 'fp16, dynamic scale on raw counts: all 22 steps' in told[0].split('\n\n')[2]
+    assert "fastai's to_fp16() on raw counts: all 22 steps" in told[0].split('\n\n')[2]
 
 def test_command_prints_a_sentence_per_finding(told):
     findings = told[0].split('\n\n')[3].splitlines()[1:]

@@ -308,14 +308,24 @@ def claim(rows):
             f"{of(lambda r: not r['spare'])} fits, every module that stays in fp32 is needed there")
 
 def _span(xs): return f'{min(xs):.2g}%'+f' to {max(xs):.2g}%'*(len(xs)>1)
+def _by_rounding(rows):
+    "In which of the fits that end elsewhere rounding the outputs explains it, and in which it does not, in sentences"
+    def of(far): return [r for r in rows if (r['rounding']>near)==far]
+    def which(rs): return markdown.listed(r['name'] for r in rs),_span([100*r['rounding'] for r in rs])
+    if of(True):
+        names,alone = which(of(True))
+        yield (f"For {names}, rounding alone leads away from fp32, too: an fp32 fit that rounds the outputs of the same layers to half "
+               f"precision ends {alone} away.")
+    if of(False):
+        names,alone = which(of(False))
+        yield f"For {names}, it does not ({alone} away): their difference has another cause."
 def explained(rows):
     "What is behind the fits that end elsewhere, or that keep more in fp32 than they have to, in sentences"
     res,rest,more = [],[r for r in rows if not ends(r)],sum(r['could_be']>r['half'] for r in rows)
     if rest:
-        distance,alone = (_span([100*r[k] for r in rest]) for k in ('distance','rounding'))
+        distance = _span([100*r['distance'] for r in rest])
         res += [f"The other {len(rest)} {'end' if len(rest)>1 else 'ends'} {distance} away.",
-                "Rounding alone leads away from fp32, too: an fp32 fit that rounds the outputs of the same layers to half precision ends "
-                f"{alone} away."]
+                *_by_rounding(rest)]
     if more: res.append(f"In {more} of {len(rows)} fits, it would be enough to keep only a module's own code in fp32, without its layers.")
     return ' '.join(res)
 

@@ -151,13 +151,12 @@ def n_families(rows, kind):
 
 def claim(rows):
     "The rates in a sentence"
-    def share(kind):
-        least = min(ok/n for ok,n in rates(rows)[kind].values() if n)
-        return 'all' if least==1 else f'at least {least:.1%}'
-    n = {kind: min(o[1] for o in rates(rows)[kind].values() if o[1]) for kind in kinds}
-    return (f"Of at least {n['wrong']} random programs that half precision makes wrong without an infinity, {share('wrong')} "
-            f"end as in fp32, with most layers in half precision; of at least {n['healthy']} healthy ones, {share('healthy')} "
-            "train without a warning")
+    def share(kind, what):
+        (ok,n),column = min(((o,columns[c]) for c,o in rates(rows)[kind].items() if o[1]), key=lambda o: o[0][0]/o[0][1])
+        return f'{ok} of {n} {what} ({ok/n:.1%})',column
+    (wrong,its),(healthy,theirs) = (share('wrong', 'random programs'),share('healthy', 'healthy programs'))
+    return (f"In the worst column of the table ({its}), {wrong} that half precision makes wrong without an infinity end as in fp32, "
+            f"with most layers in half precision. In the worst one for healthy programs ({theirs}), {healthy} train without a warning")
 
 def table(rows):
     "A Markdown table of the rates"

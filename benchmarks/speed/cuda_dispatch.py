@@ -163,8 +163,11 @@ def measure(name):
 def claim(rows):
     "How many more kernels a forward pass launches than in fp32, in a sentence"
     def more(k): return markdown.span((r[k][0]/r['fp32'][0]-1 for r in rows), '.0%')
-    ours,theirs = more('`to_fp16_dynamic`'),more('autocast')
-    return f"A forward pass launches {ours} more kernels with `to_fp16_dynamic` than in fp32; with autocast, it is {theirs} more"
+    def beside(r): return r['`to_fp16_dynamic`'][0]-r['autocast'][0]
+    also = markdown.listed(f"{r['model']}: {abs(n)} {'more' if n>0 else 'fewer'}" for r in rows if (n := beside(r)))
+    ours = more('`to_fp16_dynamic`')
+    return (f"A forward pass launches {ours} more kernels with `to_fp16_dynamic` than in fp32, as many as with autocast"
+            +f' ({also})'*bool(also))
 
 def table(res):
     "A Markdown table"

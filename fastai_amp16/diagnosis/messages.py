@@ -56,7 +56,8 @@ _instead = { # the names in fastai, apex, DeepSpeed and Lightning
     'loss_scale initial_scale': 'use `init_scale`, with `dynamic=False` for a static scale',
     'initial_scale_power': 'use `init_scale`, 2 to that power',
     'scale_wait max_noskip scale_window loss_scale_window': 'use `growth_interval`',
-    'max_loss_scale': 'use `max_scale`',
+    'max_loss_scale':
+        'use `max_scale`, or `init_scale` for fastai, where it is the start',
     'min_loss_scale': 'use `min_scale`',
     'div_factor scale_factor': 'use `growth_factor` and `backoff_factor`',
     'flat_master master_weights':
