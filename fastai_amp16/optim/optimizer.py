@@ -22,8 +22,9 @@ class FusedAdam(Optimizer):
     """fastai's `Adam` (AdamW with `decouple_wd=True`), by torch's fused kernel: a few multi-tensor calls per step
 
     It has the hyper-parameters and the state of fastai's `Adam` (`grad_avg` and `sqr_avg` in the shape of the
-    parameter, `step` as an `int`). Parameters with `do_wd=False` in their state are not decayed (`wd_bn_bias=False` sets that), parameters that do not require a gradient do not change,
-    and `zero_grad` sets gradients to `None`. Raises `TypeError` for complex parameters.
+    parameter, `step` as an `int`). Parameters with `do_wd=False` in their state are not decayed (`wd_bn_bias=False`
+    sets that), parameters that do not require a gradient do not change, and `zero_grad` sets gradients to `None`.
+    Raises `TypeError` for complex parameters.
 
     Sources: Kingma and Ba, Adam (https://arxiv.org/abs/1412.6980); Loshchilov and Hutter, Decoupled Weight Decay
     Regularization (https://arxiv.org/abs/1711.05101)."""
