@@ -81,7 +81,7 @@ def plot(self:PrecisionReport,
 # %% ../../nbs/diagnosis/04_report.ipynb #0ccf51d7
 _code = re.compile(r"""`([^`]+)`                                       # marked as code
     | (learn\.[\w.]+\((?:[^()\n]|\([^()\n]*\))*\)                       # a call
-    | (?:keep_fp32|init_scale)=(?:\[.*?\]|\S*[^\s.,:]))                 # an argument""", re.X)
+    | (?:keep_fp32|init_scale)=(?:\[.*?\]|\S*[^\s.,:;]))                # an argument""", re.X)
 
 def as_html(
     text:str # May contain code in backticks, calls of `learn`, and arguments of `to_fp16_dynamic`
