@@ -83,11 +83,12 @@ def _divergence(case, v):
 
 def _high_scale(case, v):
     rest = 'nothing else' if case.keep else 'nothing'
-    smaller = ', or divide the targets' if v.fits<1 else ''
-    return PrecisionReport('scale',
+    return PrecisionReport(
+        'scale',
         f"The loss scale {case.scale:g} is too high for this batch: its gradients exceed {case.finfo.max:g}. "
         f"A loss scale of {v.fits:g} fits.",
-        f"pass init_scale={v.fits:g}{smaller}; {rest} has to stay in fp32",
+        f"pass init_scale={v.fits:g}{', or divide the targets' if v.fits<1 else ''}; "
+        f"{rest} has to stay in fp32",
         new_scale=v.fits)
 
 # %% ../../nbs/diagnosis/08_words.ipynb #166e93c2
