@@ -191,7 +191,7 @@ def plot_room(
     if len(lost): _heatmap(below, lost, 'bits lost', 10, cmap='Reds')
     else:
         says = 'no gradient loses bits (gradients of exactly 0 are not counted)'
-        below.text(.5, .5, says, ha='center', va='center', transform=below.transAxes)
+        below.text(.5, .5, says, ha='center', va='center', fontsize=8, transform=below.transAxes)
         below.set_yticks([])
     below.set(xlabel='step that was compared with fp32')
     return axs
