@@ -221,9 +221,9 @@ _wrapped = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyp
 def _print_reports(learn, reports):
     "What was found in a training, in sentences or in full"
     print('\nOn raw counts, to_fp16_dynamic() finds what overflows and keeps it in fp32:')
-    for r in learn.mixed_precision.reports:
-        print(f'\n{r}' if reports else _wrapped(r.sentence, initial_indent='- ', subsequent_indent='  '))
     mp = learn.mixed_precision
+    for r in mp.reports:
+        print(f'\n{r}' if reports else _wrapped(r.sentence, initial_indent='- ', subsequent_indent='  '))
     print('\n'+_wrapped(f'In fp16, {least_room(mp.headroom, len(mp.history))}.'))
 
 @call_parse

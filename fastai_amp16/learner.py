@@ -8,6 +8,7 @@ __all__ = ['looking', 'mixed_precisions']
 # %% ../nbs/02_learner.ipynb #ad73d8b6
 from contextlib import nullcontext
 from inspect import cleandoc,signature
+from typing import NamedTuple
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode,MixedPrecision,ModelToHalf,NonNativeMixedPrecision
 from fastai.callback.schedule import LRFinder
@@ -69,21 +70,30 @@ def _kept(mp):
         when = 'a checkpoint' if step is None else f'step {step}'
         yield f'{in_words([name])} since {when}'
 
-def _ending(mp):
-    "How the last fit ended"
-    return mp.stopped or ('not over yet' if mp.learn and mp.learn._fitting else mp.log.ending)
+def _values(mp):
+    "What `mp` says of itself, as plain values"
+    log = mp.log
+    ending = 'not over yet' if mp.learn and mp.learn._fitting else log.ending
+    return dict(
+        precision=mp.amp_mode.value,
+        loss_scale=mp.scaler.get_scale() if mp.scaler.is_enabled() else None,
+        steps=len(log.steps),
+        reruns=sum(s.reruns>0 for s in log.steps),
+        skipped=log.n_skipped,
+        last_fit=mp.stopped or ending)
 
 def _at_a_glance(mp):
     "What `mp` says of itself, by name"
-    log = mp.log
+    values = _values(mp)
+    scale = values['loss_scale']
     return {
-        'precision': mp.amp_mode.value,
-        'loss scale': f'{mp.scaler.get_scale():g}' if mp.scaler.is_enabled() else 'none',
-        'steps': len(log.steps),
-        'batches that ran again': sum(s.reruns>0 for s in log.steps),
-        'skipped steps': log.n_skipped,
+        'precision': values['precision'],
+        'loss scale': 'none' if scale is None else f'{scale:g}',
+        'steps': values['steps'],
+        'batches that ran again': values['reruns'],
+        'skipped steps': values['skipped'],
         'in fp32': ', '.join(_kept(mp)) or 'no module',
-        'last fit': _ending(mp)}
+        'last fit': values['last_fit']}
 
 @patch
 def to_dict(self:DynamicMixedPrecision) -> dict: # For `json.dumps`
@@ -93,15 +103,10 @@ def to_dict(self:DynamicMixedPrecision) -> dict: # For `json.dumps`
     `None`; `loss_scale` is `None` in bf16."""
     log,model = self.log,self.learn and self.learn.model
     kept = names_of(unwrap(model), self.keeps(model)) if model else self.promoted # without a learner after `to_fp32`
-    return dict(
-        precision=self.amp_mode.value,
-        loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
-        steps=len(log.steps),
-        reruns=sum(o.reruns>0 for o in log.steps),
-        skipped=log.n_skipped,
-        kept={name: log.kept_since.get(name) for name in kept},
-        last_fit=_ending(self),
-        reports=[o.to_dict() for o in self.reports])
+    return {
+        **_values(self),
+        'kept': {name: log.kept_since.get(name) for name in kept},
+        'reports': [o.to_dict() for o in self.reports]}
 
 @patch
 def __repr__(self:DynamicMixedPrecision):
@@ -280,15 +285,20 @@ def _fit(learn, f):
         learn._fitting = False
         if mp := running(learn): mp.step = None # its gradients stay
 
-def _counts(mp): return mp.log.n_rerun,mp.log.n_skipped,len(mp.reports),len(mp.promoted)
+class _Counts(NamedTuple):
+    "How often something happened so far that callbacks are told of"
+    steps:tuple # Reruns, and skipped steps
+    reports:int
+    promoted:int
+
+def _counts(mp): return _Counts((mp.log.n_rerun,mp.log.n_skipped), len(mp.reports), len(mp.promoted))
 
 def _tell_change(mp, before): # The `_counts` before the batch
     "Let callbacks know if the batch ran again, its step was skipped, or layers moved to fp32"
     now = _counts(mp)
     if now==before: return
-    *counts,n_reports,n_promoted = before
-    row = mp.log.steps[-1] if [*now[:2]]!=counts else None
-    mp.change = PrecisionChange(row, mp.reports[n_reports:], mp.promoted[n_promoted:])
+    row = mp.log.steps[-1] if now.steps!=before.steps else None
+    mp.change = PrecisionChange(row, mp.reports[before.reports:], mp.promoted[before.promoted:])
     mp.comment = mp.log.fit_events.comment
     mp.learn('after_precision_change')
 

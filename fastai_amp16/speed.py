@@ -90,12 +90,12 @@ _warm,_steps = 2,5 # steps of a fit before the clock starts, and until it stops
 
 def _load(dl):
     "The batches of a round, and the seconds that loading one takes after the first"
-    batches,start,it = [],None,iter(dl)
-    for b in islice(it, _warm+_steps):
-        start = start or perf_counter()
-        batches.append(b)
-    seconds = (perf_counter()-start)/max(1, len(batches)-1) if len(batches)>1 else 0.
-    return [*islice(cycle(batches), _warm+_steps)],seconds
+    n,it = _warm+_steps,iter(dl)
+    batches = [next(it)]
+    start = perf_counter()
+    batches += islice(it, n-1)
+    seconds = (perf_counter()-start)/max(1, len(batches)-1)
+    return [*islice(cycle(batches), n)],seconds
 
 _acts_in_step = 'before_batch after_pred after_loss before_backward after_backward before_step after_step'.split()
 _of_fastai = 'channelslast','mixup','rnn','training' # its modules whose callbacks change a step
@@ -110,6 +110,7 @@ def _takes_part(cb):
 class _Clock(Callback):
     "Notes when the steps that are timed begin and end"
     order = 100
+    def __init__(self, device): self.device,self.times = device,[]
     def after_batch(self):
         if self.iter+1 not in (_warm,_warm+_steps): return
         if self.device.type=='cuda': torch.cuda.synchronize(self.device)
@@ -131,8 +132,8 @@ class _Contender:
     def round(self):
         "Make a short fit; note seconds for a step, and the largest peak memory"
         if self.error: return
-        clock,is_cuda = _Clock(),self.device.type=='cuda'
-        clock.device,clock.times,self.learn.opt = self.device,[],None
+        clock,is_cuda = _Clock(self.device),self.device.type=='cuda'
+        self.learn.opt = None
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)

@@ -159,7 +159,6 @@ class _ReferenceRuns:
     "Makes the first call of the model in a batch in other ways as well, without a trace"
     def __init__(self, batches, call_by, dtype, watch): # `call_by` as for `Comparison.make`; `watch` is for fp32
         self.learn = batches.learn
-        self.entry = batches.entry
         self.state = batches.model_state
         store_attr('call_by,dtype,watch')
         self.written = [] # weights to which the forward pass writes
@@ -188,7 +187,7 @@ class _ReferenceRuns:
     def attempt(self, plan):
         "What comes of a call before the batch's own one; `None` if that raises anything"
         try:
-            watched = self.watch(self.entry) if plan is None else nullcontext()
+            watched = self.watch() if plan is None else nullcontext()
             with unchanged(self.learn, noted=self.noted) as kept, comparable(), torch.no_grad(), watched:
                 before = torchs_states()
                 if plan is None: self.state.to_fp32() # a count that half precision has stopped goes on
@@ -315,7 +314,7 @@ class Comparison:
         weights = batches.model_state.weights()
         if not self._has(weights): self.weights,self.items = weights,[]
         if batches.learn.training: self.is_due = False
-        watch = self.headroom.watch if batches.learn.training else nullcontext
+        watch = partial(self.headroom.watch, batches.entry) if batches.learn.training else nullcontext
         runs = _if_memory_allows(lambda: _ReferenceRuns(batches, call_by, plan.dtype, watch))
         fp32 = runs and runs.in_fp32()
         if fp32: batches.restore_too(runs.written)
