@@ -239,6 +239,30 @@ def test_peak_memory_is_not_above_fastais(name):
         peaks[c] = res['peak_mib']
     assert 0<peaks['to_fp16_dynamic']<=peaks['to_fp16'], peaks
 
+# %% which precision
+class Wide(nn.Module):
+    "Large products of matrices, and little else"
+    def __init__(self, d=2048):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(d, d), nn.ReLU()) for _ in range(4)])
+    def forward(self, x): return self.layers(x)
+
+def test_precisions_are_compared_without_a_trace():
+    "Half precision takes less memory; weights, random numbers and what is allocated are as before"
+    learn = on_device_learner(Wide, 1, loss_func=mse)
+    learn.dls = DataLoaders(on_device([(torch.randn(4096, 2048),torch.randn(4096, 2048)) for _ in range(2)]), [])
+    learn.compare_precisions(1) # cuBLAS may take a workspace
+    def now():
+        gc.collect()
+        return weights(learn),torch.cuda.get_rng_state(),torch.cuda.memory_allocated()
+    before = now()
+    found = learn.compare_precisions(5)
+    after,memory = now(),found.table['peak memory']
+    assert [*found.table.index]==['fp32','to_fp16','fp16','bf16'] and (found.table['samples per second']>0).all()
+    assert 0<memory['fp16']<=memory['to_fp16']<memory['fp32'] and 0<memory['bf16']<memory['fp32']
+    assert equal(before[0], after[0]) and torch.equal(before[1], after[1]) and after[2]<=before[2]
+    clean(learn)
+
 # %% what overflows
 @quiet
 @pytest.mark.parametrize('name', ['regnety','norm_free','masked_fill','large_logits','rms','sum_pool'])
