@@ -111,7 +111,7 @@ class Synchronizations:
 
     Not in the batches before `after`, in which others set themselves up, nor in the first one and the 8th, whose predictions are compared
     with fp32's. fastai's `Recorder`, which copies the loss to the CPU, is away."""
-    compared = 0,15
+    compared = 0,7
     def __init__(self, learn, after=0):
         self.reads,self.learn = [],learn
         learn.remove_cbs(learn._grab_cbs(Recorder))
@@ -259,7 +259,7 @@ def test_precisions_are_compared_without_a_trace():
     found = learn.compare_precisions(5)
     after,memory = now(),found.table['peak memory']
     assert [*found.table.index]==['fp32','to_fp16','fp16','bf16'] and (found.table['samples per second']>0).all()
-    assert 0<memory['fp16']<=memory['to_fp16']<memory['fp32'] and 0<memory['bf16']<memory['fp32']
+    assert 0<memory['fp16']<1.001*memory['to_fp16']<memory['fp32'] and 0<memory['bf16']<memory['fp32']
     assert equal(before[0], after[0]) and torch.equal(before[1], after[1]) and after[2]<=before[2]
     clean(learn)
 

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest,torch
-from fastai.basics import Callback,CancelFitException,L,Learner,load_learner,nn,noop
+from fastai.basics import Callback,CancelFitException,L,Learner,default_device,load_learner,nn,noop
 from fastai.callback.all import GradientAccumulation,LRFinder
 from fastai.callback.progress import ProgressCallback
 from fastai_amp16.all import PrecisionReport
@@ -432,7 +432,7 @@ def test_lost_bits_are_what_plain_computation_from_the_gradients_gives(k):
             bits = math.log2(2**-14/(rms*mp.history.loss_scale[step])) if rms else math.nan
             assert df[step,name]==pytest.approx(min(max(bits, 0), 10), abs=1e-3, nan_ok=True)
     lost = df.dropna()
-    assert {1.:(lost==0).all(), 1e-4:lost.between(1, 9).any(), 1e-6:(lost==10).all(), 1e-14:lost.empty}[k]
+    assert {1.:(lost==0).all(), 1e-4:lost.between(1, 9).any(), 1e-6:(lost>9).all(), 1e-14:lost.empty}[k]
 
 def test_the_loss_scale_is_that_of_the_attempt_that_counts():
     learn = fit(hot(learner(plain_mlp, cbs=(reference := Reference()))), 1)
@@ -474,7 +474,7 @@ class CountReads:
     def counted(self, name):
         f = getattr(torch.Tensor, name)
         def count(t, *args, **kwargs):
-            self.n += 1
+            self.n += t.device.type==default_device().type
             return f(t, *args, **kwargs)
         return count
     def of(self, learn):
@@ -513,7 +513,7 @@ def test_the_room_goes_with_copies_of_a_learner(tmp_path):
         assert now[:len(df)].equals(df) and now.step.drop_duplicates().tolist()==[0,7,9,16] and {*now.module}=={*df.module}
     assert learn.mixed_precision.headroom.equals(df)
     learn.export(tmp_path/'learn.pkl')
-    exported = load_learner(tmp_path/'learn.pkl')
+    exported = load_learner(tmp_path/'learn.pkl', cpu=False)
     assert equal(weights(exported), weights(learn)) and not hasattr(exported, 'mixed_precision')
 
 def test_a_model_that_is_replaced_is_free():

@@ -290,15 +290,21 @@ def of_index(m, x):
     i = (4-1e-6*torch.ones_like(m.a(x))).long() # 3, or 4 where 1e-6 is nothing beside 4
     return m.a(x).float().gather(1, i+4)
 
+def said_of(f, to):
+    set_seed(0, reproducible=True)
+    x = torch.randn(256, 8)
+    learn = fit(half(to)(learner(x, x[:,:1], model=Filled(f), loss_func=nn.MSELoss())), 1)
+    return learn.mixed_precision.reports[0].warning
+
 @both
-def test_hints_follow_what_is_the_matter(to, dtype):
-    def said(f):
-        set_seed(0, reproducible=True)
-        x = torch.randn(256, 8)
-        learn = fit(half(to)(learner(x, x[:,:1], model=Filled(f), loss_func=nn.MSELoss())), 1)
-        return learn.mixed_precision.reports[0].warning
-    assert 'raises in' in said(filled) and '.to(x.dtype)' in said(filled) and 'finfo' not in said(filled)
-    rounded = said(of_index)
+def test_a_hint_follows_what_is_the_matter(to, dtype):
+    said = said_of(filled, to)
+    assert 'raises in' in said and '.to(x.dtype)' in said and 'finfo' not in said
+
+@both
+@pytest.mark.cpu_only('a wrong index ends all work on a GPU')
+def test_a_hint_at_an_index_that_is_rounded(to, dtype):
+    rounded = said_of(of_index, to)
     assert re.search('out of bounds.*, since an index comes from a number that b?float16 rounds', rounded), rounded
 
 def test_a_hint_for_each_matter():

@@ -112,6 +112,7 @@ def diagnose_step(
     if raised and named and not case.ranks.any(not case.half or case.half.error): verdict,named = Verdict.fine,[]
     missed = None
     if verdict is Verdict.fine and not silent: verdict,missed = _where_nothing_is_found(case, error)
+    if verdict is Verdict.lost and case.step.hides_infinity: verdict,named = Verdict.fine,[] # a step can be taken all the same
     return Diagnosis(verdict, named, uniqueify(filter(None, (*why,missed))), error, silent)
 
 # %% ../../nbs/diagnosis/11_healing.ipynb #367dc7de

@@ -38,6 +38,7 @@ class Step(Attempts):
     next:Decision = Decision(None) # What comes next
     loss:Tensor = None # Sum of the losses that had a backward pass; `None` before the first one
     passes_at_backward:int = None # Number of forward passes when the last backward pass began
+    hides_infinity:bool = False # Are gradients finite though the loss is not, as those of an L1 loss, which are signs?
     written:bool = False # Has other code made gradients infinite or NaN that the backward pass left finite?
     judged:tuple = ((),()) # The gradients that `outcome` is about, and how often each was written to
     # the end of the step
@@ -77,7 +78,7 @@ class Step(Attempts):
         "Forget the last attempt, and begin the next one"
         self.kind,self.scale,self.reruns = kind,scale,self.reruns+1
         self.outcome = self.norm = self.loss = self.passes_at_backward = None
-        self.next,self.written = Decision(None),False
+        self.next,self.written,self.hides_infinity = Decision(None),False,False
 
     def wait(self):
         "Let gradients wait for those of the next batch; a callback may have cancelled a step that was decided on"
@@ -109,9 +110,23 @@ class Step(Attempts):
         reading = self._read(grads)
         was_fine = self.outcome is Outcome.fine
         self.outcome,self.norm = reading.outcome,reading.grad_norm/self.ranks.size
+        self.hides_infinity = self.outcome is Outcome.fine and not math.isfinite(reading.loss)
+        if self.hides_infinity and self._can_ask_fp32(): self.outcome = Outcome.broken
         self.judged = grads,written
         if was_fine and self.outcome is not Outcome.fine:
             self.written = self.fp32_first = True # fp32 shows whether precision matters
+
+    def _can_ask_fp32(self):
+        "Return whether fp32 can show that an infinite loss is right"
+        can_ask = self.rerun and not (self.in_fp32 or self.unusable) and self.batches.model_state.infinity_is_fault
+        return can_ask and self._can_run_again()
+
+    def _can_run_again(self):
+        "Return whether all ranks can run their batches again; if one cannot, none does"
+        if self.can_rerun:
+            cannot, = self.ranks.read([int(not self.batches.can_rerun())])
+            self.can_rerun = not cannot
+        return self.can_rerun
 
     @property
     def is_silent(self) -> bool:
@@ -148,9 +163,7 @@ class Step(Attempts):
         outcome = outcome or self.outcome
         is_fine = outcome is Outcome.fine
         is_first_fine = is_fine and not self.overflow_scales and self.kind is not Next.reference
-        if self.can_rerun and not is_first_fine:
-            cannot, = self.ranks.read([int(not self.batches.can_rerun())])
-            self.can_rerun = not cannot # if one rank cannot run its batches again, none does
+        if not is_first_fine: self._can_run_again()
         self.note(outcome)
         self.next = what_next(self, outcome)
         if is_fine and self.next.what is Next.reference: self.suspect_norm = self.norm
