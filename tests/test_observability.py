@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest,torch
-from fastai.basics import Callback,CancelFitException,L,Learner,default_device,load_learner,nn,noop
+from fastai.basics import Callback,CancelBatchException,CancelFitException,L,Learner,default_device,load_learner,nn,noop
 from fastai.callback.all import GradientAccumulation,LRFinder
 from fastai.callback.progress import ProgressCallback
 from fastai_amp16.all import PrecisionReport
@@ -465,6 +465,14 @@ def test_training_is_the_same_where_nothing_is_noted(make, monkeypatch):
     mp,theirs = noted.mixed_precision,plain.mixed_precision
     assert equal(state(noted), state(plain)) and torch.equal(draws, their_draws) and mp.history.equals(theirs.history)
     assert len(mp.headroom) and not len(theirs.headroom)
+
+def test_a_batch_that_is_cancelled_is_not_noted():
+    "Nor with the gradients of the next one"
+    class Cancels(Callback):
+        def after_pred(self):
+            if self.training and self.train_iter==compared[1]: raise CancelBatchException
+    df = fit(long(fp16, plain_mlp, cbs=Cancels()), 1).mixed_precision.headroom
+    assert df.step.drop_duplicates().tolist()==[compared[0],compared[2]]
 
 class CountReads:
     "How often the host asks a tensor for its numbers, by the end of each batch"

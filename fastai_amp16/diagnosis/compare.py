@@ -246,7 +246,6 @@ class Comparison:
 
         After the loss scale fell below 1, gradients may be finite only because wrong numbers were scaled to 0."""
         self.n_left -= 1
-        self.headroom.ends = [] # of a step that was not taken
         fell_below_1 = step.reruns>0 and step.scale<1
         self.is_due |= self.n_left==0 or fell_below_1
         if self.n_left: return
