@@ -394,6 +394,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'fastai_amp16/diagnosis/healing.py'),
                                                 'fastai_amp16.diagnosis.healing._count': ( 'diagnosis/healing.html#_count',
                                                                                            'fastai_amp16/diagnosis/healing.py'),
+                                                'fastai_amp16.diagnosis.healing._error_of_any': ( 'diagnosis/healing.html#_error_of_any',
+                                                                                                  'fastai_amp16/diagnosis/healing.py'),
                                                 'fastai_amp16.diagnosis.healing._fault': ( 'diagnosis/healing.html#_fault',
                                                                                            'fastai_amp16/diagnosis/healing.py'),
                                                 'fastai_amp16.diagnosis.healing._merged': ( 'diagnosis/healing.html#_merged',

@@ -96,23 +96,28 @@ def _where_nothing_is_found(case, error):
     if error is None or not is_compiled: return Verdict.gone,None
     return Verdict.unknown,f"compiled code raises {error_in_words(error)}"
 
+def _error_of_any(raised, error):
+    "What half precision raised on this rank, or else on another one"
+    others = [f'Rank {i} raised {o}' for i,o in enumerate(raised) if o]
+    return RuntimeError(others[0]) if others and error is None else error
+
 def diagnose_step(
     case:Case, # The batches of the step
     error:Exception=None # The exception that half precision raised on this rank, if any
 ) -> Diagnosis:
     "Find out what is the matter with the batches of a step; all ranks call this, and get the same"
     silent = case.silent = case.ranks.any(case.silent) # which `diagnose` changes
-    raised = error and f'{type(error).__name__}: {error}'
+    raised = error and error_in_words(error)
     reports,failed,why,raised = zip(*case.ranks.gather((*_of_this_rank(case, error),raised)))
-    raised = [f'Rank {i} raised {o}' for i,o in enumerate(raised) if o]
-    if raised and error is None: error = RuntimeError(raised[0])
+    error = _error_of_any(raised, error)
     named = _merged([r if _names_a_fault(case, r) else None for r in reports])
     verdict = _verdict(reports, failed, named)
     # where fp32 fails, half precision does not run again
-    if raised and named and not case.ranks.any(not case.half or case.half.error): verdict,named = Verdict.fine,[]
+    if error and named and not case.ranks.any(not case.half or case.half.error): verdict,named = Verdict.fine,[]
     missed = None
     if verdict is Verdict.fine and not silent: verdict,missed = _where_nothing_is_found(case, error)
-    if verdict is Verdict.lost and case.step.hides_infinity: verdict,named = Verdict.fine,[] # a step can be taken all the same
+    # gradients are finite all the same
+    if verdict is Verdict.lost and case.step.hides_infinity: verdict,named = Verdict.fine,[]
     return Diagnosis(verdict, named, uniqueify(filter(None, (*why,missed))), error, silent)
 
 # %% ../../nbs/diagnosis/11_healing.ipynb #367dc7de

@@ -118,8 +118,8 @@ class Step(Attempts):
 
     def _can_ask_fp32(self):
         "Return whether fp32 can show that an infinite loss is right"
-        can_ask = self.rerun and not (self.in_fp32 or self.unusable) and self.batches.model_state.infinity_is_fault
-        return can_ask and self._can_run_again()
+        if self.in_fp32 or not self.batches.model_state.infinity_is_fault: return False
+        return self._can_run_again()
 
     def _can_run_again(self):
         "Return whether all ranks can run their batches again; if one cannot, none does"
