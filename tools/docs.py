@@ -143,9 +143,9 @@ def _know(nb):
 
 def title(nb): return re.search(r'^# (.*)', read_nb(nb).cells[0].source)[1]
 
-order = 'learner callback checkpoint speed doctor report ask history messages clip optimizer plan scaler swap'.split() # as you need them
+order = 'learner callback checkpoint speed doctor report ask history headroom messages clip optimizer plan scaler swap'.split() # as you need them
 called = [o for name in order for o in library if _stem(o)==name]
-short = {'reference': 'All calls', 'report': 'Report objects', 'libraries': 'Other libraries', 'overview': 'Overview'} # names in the menu
+short = {'reference': 'All calls', 'libraries': 'Other libraries', 'overview': 'Overview'} # names in the menu
 
 def _nav():
     "What stands in the menu: a tab for each thing that a reader may want"
