@@ -143,7 +143,7 @@ def _know(nb):
 
 def title(nb): return re.search(r'^# (.*)', read_nb(nb).cells[0].source)[1]
 
-order = 'learner callback checkpoint speed doctor report ask history headroom messages clip optimizer plan scaler swap'.split() # as you need them
+order = 'learner callback checkpoint speed doctor report ask history headroom messages clip optimizer plan scaler swap'.split() # as needed
 called = [o for name in order for o in library if _stem(o)==name]
 short = {'reference': 'All calls', 'libraries': 'Other libraries', 'overview': 'Overview'} # names in the menu
 
