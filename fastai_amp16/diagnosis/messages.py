@@ -212,8 +212,8 @@ def _why_stopped(mp, n):
     if done!=batch: at = f'step {done} (batch {batch} of {of})'
     last,these = 'last batch','this batch'
     if n>1: last,these = f'last {n} batches','these batches'
-    return (f"Training stopped at {at}: {_cause_of_stop(mp, last)} The weights are those after step {done-n}, "
-            f"before {these}. To stop later, pass a larger `patience`. "
+    return (f"Training stopped at {at}: {_cause_of_stop(mp, last)} The weights are those from before {these}. "
+            "To stop later, pass a larger `patience`. "
             'See "Training stopped at step" in Troubleshooting.')
 
 def stop_early(
