@@ -118,12 +118,18 @@ def _forecast(before, now):
     doublings = times*math.log2((now.step+1)/(before.step+1))
     return now.step+times*(now.step-before.step),(now.step+1)*2**min(doublings, 30)-1
 
+def _when(begin, end, step, steps):
+    "A forecast made at `step` in words, after `steps`; empty if it is for one of these, or too far off"
+    begin,far = max(begin, steps),10*(step+1)
+    if end<steps or begin>far: return ''
+    return f'between steps {begin:.0f} and {end:.0f}' if end<far else f'from step {begin:.0f} on'
+
 def least_room(
     df:pd.DataFrame, # From `Headroom.frame`
     steps:int=0 # How many steps were made: no forecast is for one of these
 ) -> str: # Empty if nothing in half precision was noted
     "Which module has the least room, and when it overflows if it goes on to grow as it did, in words"
-    df = df[~df.in_fp32 & (df.bits>=0)] # as the step was taken, larger numbers did no harm, or were not in half precision
+    df = df[~df.in_fp32 & (df.bits>=0)] # larger numbers did no harm, as the step was taken
     if not len(df): return ''
     now = df.loc[df.bits[df.step==df.step.max()].idxmin()]
     where = f'`{now.module}`' if now.module else 'the model'
@@ -131,12 +137,8 @@ def least_room(
     earlier = df[(df.module==now.module) & (df.step<now.step)]
     if not len(earlier): return res
     before = earlier.iloc[-1]
-    begin,end = _forecast(before, now)
-    far = 10*(now.step+1)
-    if end<steps or begin>far: return res
-    begin = max(begin, steps)
-    when = f'between steps {begin:.0f} and {end:.0f}' if end<far else f'from step {begin:.0f} on'
-    return f'{res}, {before.bits:.1f} at step {before.step}:\nat this rate it overflows {when}'
+    when = _when(*_forecast(before, now), now.step, steps)
+    return f'{res}, {before.bits:.1f} at step {before.step}:\nat this rate it overflows {when}' if when else res
 
 _most_rows = 40
 
