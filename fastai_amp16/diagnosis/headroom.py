@@ -105,8 +105,7 @@ def _rows(note, info):
         top = max(map(abs, ends)) if all(map(math.isfinite, ends)) else math.inf
         largest[name] = max(top, largest.get(name, 0.))
     for name,top in largest.items():
-        bits = _bits(info.max, top) # what half precision could not hold was not in it, as the step was taken
-        yield note.step,name,top,bits,lost.get(name, math.nan),name in note.kept or bits<0
+        yield note.step,name,top,_bits(info.max, top),lost.get(name, math.nan),name in note.kept
 
 # %% ../../nbs/diagnosis/01_headroom.ipynb #f17fd374
 def _forecast(before, now):
@@ -119,12 +118,18 @@ def _forecast(before, now):
     doublings = times*math.log2((now.step+1)/(before.step+1))
     return now.step+times*(now.step-before.step),(now.step+1)*2**min(doublings, 30)-1
 
+def _when(begin, end, step, steps):
+    "A forecast made at `step` in words, after `steps`; empty if it is for one of these, or too far off"
+    begin,far = max(begin, steps),10*(step+1)
+    if end<steps or begin>far: return ''
+    return f'between steps {begin:.0f} and {end:.0f}' if end<far else f'from step {begin:.0f} on'
+
 def least_room(
     df:pd.DataFrame, # From `Headroom.frame`
     steps:int=0 # How many steps were made: no forecast is for one of these
 ) -> str: # Empty if nothing in half precision was noted
     "Which module has the least room, and when it overflows if it goes on to grow as it did, in words"
-    df = df[~df.in_fp32]
+    df = df[~df.in_fp32 & (df.bits>=0)] # larger numbers did no harm, as the step was taken
     if not len(df): return ''
     now = df.loc[df.bits[df.step==df.step.max()].idxmin()]
     where = f'`{now.module}`' if now.module else 'the model'
@@ -132,11 +137,8 @@ def least_room(
     earlier = df[(df.module==now.module) & (df.step<now.step)]
     if not len(earlier): return res
     before = earlier.iloc[-1]
-    begin,end = _forecast(before, now)
-    far = 10*(now.step+1)
-    if end<steps or begin>far: return res
-    when = f'between steps {begin:.0f} and {end:.0f}' if end<far else f'from step {begin:.0f} on'
-    return f'{res}, {before.bits:.1f} at step {before.step}:\nat this rate it overflows {when}'
+    when = _when(*_forecast(before, now), now.step, steps)
+    return f'{res}, {before.bits:.1f} at step {before.step}:\nat this rate it overflows {when}' if when else res
 
 _most_rows = 40
 
@@ -180,17 +182,17 @@ def plot_room(
     if axs is None: axs = _axes(bits, lost)
     events,above,below = axs
     scale = history.loss_scale
-    _plot_events(events, [*bits.columns], {
+    _plot_events(events, [*bits.columns,len(history)], {
         'ran again': (history.step[history.reruns>0],'tab:orange'),
         'loss scale fell': (history.step[scale<scale.shift()],'tab:blue'),
         'layers moved to fp32': (sorted({*moved}),'tab:purple')})
     events.set_title(least_room(df, len(history)), fontsize=9)
     _heatmap(above, bits, 'bits left', 15, cmap='RdYlGn')
     rows,columns = np.nonzero(in_fp32.values)
-    above.plot(columns+.5, rows+.5, '.', color='black', ms=4)
+    above.plot(columns+.5, rows+.5, 'o', color='white', mec='black', ms=4)
     if len(lost): _heatmap(below, lost, 'bits lost', 10, cmap='Reds')
     else:
-        says = 'no gradient loses bits (gradients of exactly 0 are not counted)'
+        says = 'no gradient loses bits\n(gradients of exactly 0 are not counted)'
         below.text(.5, .5, says, ha='center', va='center', fontsize=8, transform=below.transAxes)
         below.set_yticks([])
     below.set(xlabel='step that was compared with fp32')

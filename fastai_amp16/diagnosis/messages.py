@@ -210,10 +210,9 @@ def _why_stopped(mp, n):
     of = learn.n_epoch*learn.n_iter
     at = f'step {done} of {of}'
     if done!=batch: at = f'step {done} (batch {batch} of {of})'
-    last,these = 'last batch','this batch'
-    if n>1: last,these = f'last {n} batches','these batches'
-    return (f"Training stopped at {at}: {_cause_of_stop(mp, last)} The weights are those after step {done-n}, "
-            f"before {these}. To stop later, pass a larger `patience`. "
+    last = f'last {n} batches' if n>1 else 'last batch'
+    return (f"Training stopped at {at}: {_cause_of_stop(mp, last)} The weights are those from before the {last}. "
+            "To stop later, pass a larger `patience`. "
             'See "Training stopped at step" in Troubleshooting.')
 
 def stop_early(

@@ -38,7 +38,6 @@ class Step(Attempts):
     next:Decision = Decision(None) # What comes next
     loss:Tensor = None # Sum of the losses that had a backward pass; `None` before the first one
     passes_at_backward:int = None # Number of forward passes when the last backward pass began
-    hides_infinity:bool = False # Are gradients finite though the loss is not, as those of an L1 loss, which are signs?
     written:bool = False # Has other code made gradients infinite or NaN that the backward pass left finite?
     judged:tuple = ((),()) # The gradients that `outcome` is about, and how often each was written to
     # the end of the step
@@ -78,7 +77,7 @@ class Step(Attempts):
         "Forget the last attempt, and begin the next one"
         self.kind,self.scale,self.reruns = kind,scale,self.reruns+1
         self.outcome = self.norm = self.loss = self.passes_at_backward = None
-        self.next,self.written,self.hides_infinity = Decision(None),False,False
+        self.next,self.written = Decision(None),False
 
     def wait(self):
         "Let gradients wait for those of the next batch; a callback may have cancelled a step that was decided on"
@@ -110,16 +109,20 @@ class Step(Attempts):
         reading = self._read(grads)
         was_fine = self.outcome is Outcome.fine
         self.outcome,self.norm = reading.outcome,reading.grad_norm/self.ranks.size
-        self.hides_infinity = self.outcome is Outcome.fine and not math.isfinite(reading.loss)
-        if self.hides_infinity and self._can_ask_fp32(): self.outcome = Outcome.broken
+        if self._should_ask_fp32(reading.loss): self.outcome = Outcome.broken
         self.judged = grads,written
         if was_fine and self.outcome is not Outcome.fine:
             self.written = self.fp32_first = True # fp32 shows whether precision matters
 
-    def _can_ask_fp32(self):
-        "Return whether fp32 can show that an infinite loss is right"
-        if self.in_fp32 or not self.batches.model_state.infinity_is_fault: return False
-        return self._can_run_again()
+    def _should_ask_fp32(self, loss):
+        "Return whether gradients are finite though the loss is not, and fp32 can show whether that is right"
+        if self.outcome is not Outcome.fine or math.isfinite(loss) or self.in_fp32: return False
+        return self.batches.model_state.infinity_is_fault and self._can_run_again()
+
+    @property
+    def hides_infinity(self) -> bool:
+        "Whether only the loss is broken: gradients are finite, as those of an L1 loss, which are signs"
+        return self.outcome is Outcome.broken and math.isfinite(self.norm)
 
     def _can_run_again(self):
         "Return whether all ranks can run their batches again; if one cannot, none does"
