@@ -114,19 +114,21 @@ def error_in_words(
 # %% ../../nbs/diagnosis/04_report.ipynb #1d7c5be6
 _hints = ( # operations, or classes of torch's modules, and what to write there
     ('masked_fill setitem where full scaled_dot_product_attention',
-     "torch.finfo(scores.dtype).min in place of a large constant"),
+     "use torch.finfo(scores.dtype).min in place of a large constant"),
     ('div truediv rdiv rtruediv divide reciprocal rsqrt sqrt norm normalize cosine_similarity CosineSimilarity',
-     "an eps of 1e-4 or more, if what it divides by may be near 0"),
+     "add an eps of 1e-4 or more, if the divisor or the argument of a root may be near 0"),
     ('log log2 log10 binary_cross_entropy',
-     "an eps of 1e-4 or more; of a probability, F.log_softmax or F.logsigmoid of its logits"),
-    ('exp expm1 log1p', "torch.logsumexp or F.softplus in place of exp and log, or subtract the largest number first"),
-    ('pow square mean var std var_mean std_mean', "x.float() before squares and their means, or a norm of torch's"),
+     "add an eps of 1e-4 or more; if the argument is a probability, use F.log_softmax or F.logsigmoid on the logits"),
+    ('exp expm1 log1p',
+     "use torch.logsumexp or F.softplus in place of exp and log, or subtract the largest number first"),
+    ('pow square mean var std var_mean std_mean',
+     "compute squares and their means from x.float(), or use a norm layer of torch"),
     ('sum cumsum', "divide before the sum, not after it, or sum x.float()"),
-    ('matmul bmm baddbmm einsum', "divide what is multiplied, such as the queries by their size, and not the product"))
+    ('matmul bmm baddbmm einsum', "divide one of the factors, such as the queries, and not the product"))
 
 _hints_if_coarse = (
-    ('pow square mean var std var_mean std_mean', "x.float() before squares and their means"),
-    ('sum cumsum', "the sum of x.float()"))
+    ('pow square mean var std var_mean std_mean', "compute squares and their means from x.float()"),
+    ('sum cumsum', "sum x.float()"))
 
 def code_hint(
     op:str, # Name of an operation, or of a class of torch's modules
@@ -135,7 +137,7 @@ def code_hint(
     matter:str=''
 ) -> str: # Empty if there is nothing to suggest
     "How to change the code of an operation so that half precision can hold its numbers"
-    if matter=='dtypes': return ".to(x.dtype) for what meets a tensor x"
+    if matter=='dtypes': return "append .to(x.dtype) to each tensor that is combined with x"
     hints = {'':_hints, 'coarse':_hints_if_coarse}.get(matter, ())
     return next((words for ops,words in hints if op in ops.split()), '')
 
