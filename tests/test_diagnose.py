@@ -438,7 +438,7 @@ def test_own_code_alone_is_kept_and_its_layers_stay(bad):
 
 def test_what_overflows_before_something_else_raises_is_not_said_to_raise():
     r = diagnose(case(between(Do(times_and_back), nn.Linear(16,16), Do(masked_fill))))
-    assert r.promoted==['1','3'] and r.producer=='1' and '`mul` in `1` (Do) gives numbers up to' in r.sentence and 'raises' not in r.sentence
+    assert r.promoted==['1','3'] and r.producer=='1' and '`mul` in `1` (Do) gives numbers' in r.sentence and 'raises' not in r.sentence
 
 @pytest.mark.parametrize('f', [times_and_back, small_root], ids=['forward','backward'])
 @pytest.mark.parametrize('reentrant', [True,False])

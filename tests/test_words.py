@@ -70,7 +70,8 @@ def test_bad_data_beside_a_clean_input(name, first):
 def test_data_that_is_bad_in_two_ways():
     def said(x, y):
         return diagnose(case(nn.Linear(8,1), with_bad(torch.randn(8, 8), x), with_bad(torch.randn(8, 1), y, 5))).sentence
-    assert said(math.inf, 1e30)=='The inputs and targets of the batch are not finite, or too large for fp32, in 2 of its 8 samples (indices 3, 5).'
+    both = 'The inputs and targets of the batch are not finite, or too large for fp32, in 2 of its 8 samples (indices 3, 5).'
+    assert said(math.inf, 1e30)==both
     assert said(1e30, math.nan)=='The targets of the batch are not finite in 1 of its 8 samples (index 5).'
 
 # %% faults that come and go
