@@ -28,7 +28,7 @@ def default(v) -> str:
     "The value `v` as you would write it"
     if isinstance(v, Enum): return repr(v.value) if v.value.isidentifier() else f'{type(v).__name__}.{v.name}' # words stand for it
     if isinstance(v, type) or inspect.isroutine(v): return v.__name__
-    if isinstance(v, tuple): return '('+', '.join(map(default, v))+',)'*(len(v)==1)+')'*(len(v)!=1)
+    if isinstance(v, tuple) and not hasattr(v, '_fields'): return '('+', '.join(map(default, v))+',)'*(len(v)==1)+')'*(len(v)!=1)
     if isinstance(v, float) and math.isinf(v): return 'math.inf' if v>0 else '-math.inf'
     if isinstance(v, float) and len(repr(v))>8 and math.frexp(v)[0]==.5: return f'2.**{math.frexp(v)[1]-1}'
     return repr(v)
