@@ -48,7 +48,7 @@ def test_command_says_which_training_ended_early(told):
 
 def test_command_prints_a_sentence_per_finding(told):
     findings = told[0].split('\n\n')[3].splitlines()[1:]
-    assert findings[0].startswith('- stem.0 (Conv2d) gives numbers up to') and all(o[:2] in ('- ','  ') for o in findings)
+    assert findings[0].startswith('- `stem.0` (Conv2d) gives numbers up to') and all(o[:2] in ('- ','  ') for o in findings)
     assert max(map(len, told[0].splitlines()[:-1]))<=80
 
 def test_command_prints_reports_where_asked(told, tmp_path, monkeypatch, capsys):

@@ -85,28 +85,28 @@ def mid(*fs, **kwargs): return lambda: case(between(*map(Do, fs)), **kwargs)
 def healthy(**kwargs): return case(between(nn.ReLU()), **kwargs)
 
 verdicts = dict(
-    weights=(lambda: case(poisoned), 'weights', '2', None, r'2\.weight \(1 of 16 numbers\)'),
-    inputs=(lambda: healthy(x=with_nan(torch.randn(8,8), 2, 5)), 'data', None, None, r'inputs .* in 2 of its 8 samples: 2, 5\.'),
-    targets=(lambda: healthy(y=with_nan(torch.randn(8,1), 7)), 'data', None, None, r'targets .* in 1 of its 8 samples: 7\.'),
+    weights=(lambda: case(poisoned), 'weights', '2', None, r'`2\.weight` \(1 of 16 numbers\)'),
+    inputs=(lambda: healthy(x=with_nan(torch.randn(8,8), 2, 5)), 'data', None, None, r'inputs .* in 2 of its 8 samples \(indices 2, 5\)\.'),
+    targets=(lambda: healthy(y=with_nan(torch.randn(8,1), 7)), 'data', None, None, r'targets .* in 1 of its 8 samples \(index 7\)\.'),
     divergence=(mid(lambda x: x*1e30, lambda x: x*1e30, lr=0.5), 'divergence', '2', None,
-                r'not finite in fp32 either, first in 2 \(Do\)\.$'),
-    log=(mid(lambda x: x.log()), 'divergence', '1', 'log', r'first in `log` in 1 \(Do\), although no number that goes in exceeds \d\.'),
+                r'not finite in fp32 either, first in `2` \(Do\)\.$'),
+    log=(mid(lambda x: x.log()), 'divergence', '1', 'log', r'first in `log` in `1` \(Do\), although no number that goes in exceeds \d\.'),
     log_loss=(lambda: healthy(loss_func=lambda p,t: (p-p).abs().log().mean()), 'divergence', None, 'log',
               r'first in `log` in the loss function'),
-    exp=(mid(lambda x: (x*1e3).exp()), 'divergence', '1', 'exp', r'first in `exp` in 1 \(Do\), although no number that goes in exceeds'),
-    singular=(mid(norm_of_zero), 'divergence', '1', None, r'backward pass is not finite in fp32 either, first in 1 \(Do\)'),
+    exp=(mid(lambda x: (x*1e3).exp()), 'divergence', '1', 'exp', r'first in `exp` in `1` \(Do\), although no number that goes in exceeds'),
+    singular=(mid(norm_of_zero), 'divergence', '1', None, r'backward pass is not finite in fp32 either, first in `1` \(Do\)'),
     scale=(lambda: healthy(loss_func=lambda p,t: 1e4*mse(p, t)), 'scale', None, None, r'65536 is too high .* fits'),
     noise=(lambda: case(mlp(), x=1e3*torch.randn(8,8), loss_func=lambda p,t: 64*mse(p, t)), 'scale', None, None,
            r'65536 is too high .* fits'), # the gradient of a bias before a norm is noise
-    forward=(mid(lambda x: x*1e6, lambda x: x*1e-6), 'forward', '1', 'mul', r'`mul` in 1 \(Do\) gives numbers up to .*65504'),
-    intermediate=(mid(lambda x: x*1e6/1e6), 'forward', '1', 'mul', r'`mul` in 1 \(Do\)'),
-    underflow=(mid(underflow), 'forward', '1', 'div', r'`(true)?div` in 1 \(Do\)'),
-    raises=(mid(masked_fill), 'forward', '1', 'masked_fill', r'`masked_fill` in 1 \(Do\) raises in float16'),
-    backward=(mid(small_root), 'backward', '1', 'sqrt', r'derivative of `sqrt` in 1 \(Do\)'),
-    nested=(lambda: case(between(nn.Sequential(Do(small_root)))), 'backward', '1.0', 'sqrt', r'derivative of `sqrt` in 1\.0 \(Do\)'),
+    forward=(mid(lambda x: x*1e6, lambda x: x*1e-6), 'forward', '1', 'mul', r'`mul` in `1` \(Do\) gives numbers up to .*65504'),
+    intermediate=(mid(lambda x: x*1e6/1e6), 'forward', '1', 'mul', r'`mul` in `1` \(Do\)'),
+    underflow=(mid(underflow), 'forward', '1', 'div', r'`(true)?div` in `1` \(Do\)'),
+    raises=(mid(masked_fill), 'forward', '1', 'masked_fill', r'`masked_fill` in `1` \(Do\) raises in float16'),
+    backward=(mid(small_root), 'backward', '1', 'sqrt', r'derivative of `sqrt` in `1` \(Do\)'),
+    nested=(lambda: case(between(nn.Sequential(Do(small_root)))), 'backward', '1.0', 'sqrt', r'derivative of `sqrt` in `1\.0` \(Do\)'),
     silent=(mid(rms, scale=1.), 'forward', '1', 'mul', 'Predictions differ from fp32.s by'),
     rounded=(mid(lost_in_1, dtype=torch.bfloat16, scale=1., min_scale=None), 'forward', '1', 'add',
-             r'in 1 \(Do\) computes with numbers up to 1, which bfloat16 holds in steps of 0.00781'),
+             r'in `1` \(Do\) computes with numbers up to 1, which bfloat16 holds in steps of 0.00781'),
     loss=(aux_case, 'loss', None, 'pow', r'`pow` in the loss function'),
     healthy=(healthy, 'healthy', None, None, r'Everything is finite in float16 at the loss scale 65536\. The least room is in'),
 )
@@ -261,7 +261,7 @@ def test_a_harmless_mask_is_not_named():
             s = (h[:,:,None]*h[:,None]+self.mask(h)).softmax(-1)
             return self.out(self.ffn((s@h[...,None])[...,0]))
     r = diagnose(case(Soft))
-    assert (r.producer,r.op,r.promoted)==('ffn.1','mul',['ffn.1']) and '`mul` in ffn.1 (Do)' in r.sentence
+    assert (r.producer,r.op,r.promoted)==('ffn.1','mul',['ffn.1']) and '`mul` in `ffn.1` (Do)' in r.sentence
 
 def test_a_loss_function_that_calls_itself():
     def make():
@@ -297,7 +297,7 @@ def test_meant_infinities_in_inputs_weights_and_buffers_are_not_blamed():
     assert (r.verdict,r.samples)==('data',[1,4]) and 'inputs of the batch' in r.sentence
     r = verdict(with_nan(x, 1), with_nan(mask, 1, 6))
     assert (r.verdict,r.samples)==('data',[1,6])
-    assert verdict(x, broken='never').sentence.startswith('Weights or buffers are not finite to begin with: never (4 of 4 numbers)')
+    assert verdict(x, broken='never').sentence.startswith('Weights or buffers are not finite to begin with: `never` (4 of 4 numbers)')
     assert verdict(with_nan(x, 1), broken='weight').verdict=='weights'
 
 def test_divergence_beside_a_mask_of_infinities():
@@ -402,7 +402,7 @@ class Feed(nn.Module):
 def test_of_many_blocks_only_the_layers_at_fault_are_kept():
     "And not the blocks around them, whose residual sums have no part in it"
     r = diagnose(case(lambda: nn.Sequential(nn.Linear(8,16), *(Feed(1e5 if i in (1,4) else 1.) for i in range(6)), nn.Linear(16,1))))
-    assert r.producer=='2.f1' and r.promoted==['2.f1','2.f2','5.f1','5.f2'] and '2.f1 (Linear) gives numbers up to' in r.sentence
+    assert r.producer=='2.f1' and r.promoted==['2.f1','2.f2','5.f1','5.f2'] and '`2.f1` (Linear) gives numbers up to' in r.sentence
 
 class Scores(nn.Module):
     "A transformer's block with attention scores that are `k` times as large before they are divided by it"
@@ -438,7 +438,7 @@ def test_own_code_alone_is_kept_and_its_layers_stay(bad):
 
 def test_what_overflows_before_something_else_raises_is_not_said_to_raise():
     r = diagnose(case(between(Do(times_and_back), nn.Linear(16,16), Do(masked_fill))))
-    assert r.promoted==['1','3'] and r.producer=='1' and '`mul` in 1 (Do) gives numbers up to' in r.sentence and 'raises' not in r.sentence
+    assert r.promoted==['1','3'] and r.producer=='1' and '`mul` in `1` (Do) gives numbers' in r.sentence and 'raises' not in r.sentence
 
 @pytest.mark.parametrize('f', [times_and_back, small_root], ids=['forward','backward'])
 @pytest.mark.parametrize('reentrant', [True,False])
@@ -460,7 +460,7 @@ def test_a_norm_whose_output_passes_65504_is_said_to_do_that(norm):
             model[3].weight.mul_(1e-5)
         return model
     r = diagnose(case(model))
-    assert re.match(r'1 \(\w+\) gives numbers up to [\d.e+]+, but the largest float16 number is 65504', r.sentence) and r.op is None
+    assert re.match(r'`1` \(\w+\) gives numbers up to [\d.e+]+, but the largest float16 number is 65504', r.sentence) and r.op is None
     assert r.producer==r.promoted[0]=='1' and r.promoted in (['1'],['1','3']) and r.remedy==f'learn.to_fp16_dynamic(keep_fp32={r.promoted})'
 
 class Intermediate(nn.Module):
@@ -623,7 +623,7 @@ def test_a_module_whose_name_begins_like_an_article():
         for name,*size in (('one',8,16),('theta',16,16),('two',16,1)): res.add_module(name, nn.Linear(*size))
         with torch.no_grad(): res.theta.weight.mul_(1e6)
         return res
-    assert diagnose(case(model)).sentence.startswith('theta (Linear) gives numbers up to ')
+    assert diagnose(case(model)).sentence.startswith('`theta` (Linear) gives numbers up to ')
 
 def test_predictions_whose_number_depends_on_them_tell_nothing():
     assert deviation([torch.ones(3)], [torch.ones(4)])==0

@@ -4,6 +4,7 @@ from dataclasses import is_dataclass
 from functools import partial
 from html import escape,unescape
 from pathlib import Path
+from typing import NamedTuple
 import pandas as pd
 import pytest,torch
 from fastai.callback.fp16 import AMPMode
@@ -16,6 +17,8 @@ from benchmarks import report
 from benchmarks.accuracy import survival
 from benchmarks.shared import markdown
 from benchmarks.speed import fp16_cpu,gpu
+from fastai_amp16.train.decide import what_next
+from fastai_amp16.train.step import Step
 
 root = Path(__file__).parent.parent
 nbs = sorted((root/'nbs').rglob('*.ipynb'))
@@ -57,6 +60,10 @@ def test_architecture_names_what_there_is():
     for module,names in rows:
         code = of[module].read_text()
         for name in re.findall(r'`(\w+)`', names): assert name=='fastai_amp16_demo' or name in code
+
+def test_architecture_shows_the_code_as_it_is():
+    shown, = [''.join(c.outputs[0]['text']) for c in read_nb(root/'nbs'/'architecture.ipynb').cells if c.source.startswith('from inspect')]
+    assert shown==''.join(f"{inspect.cleandoc(chr(10)+inspect.getsource(f))}\n\n" for f in (Step.conclude, Step.decide, what_next))
 
 def prose(fn):
     "The Markdown of a notebook, with that which its cells put out, or of a file; without code"
@@ -187,6 +194,16 @@ def untyped(x, # A number
     ): # Something else
         return y
     return inner(x)
+
+class Both(NamedTuple):
+    "Two things"
+    first:float # The one
+    second:'int|None'=None # The other
+
+def test_the_fields_of_named_tuples_are_a_table():
+    text = signatures.signature('Both', Both)
+    assert 'class Both(first, second=None)' in text and '| <code>first</code> | `float` |  | The one |' in text
+    assert r'| <code>second</code> | `int` \| `None` | <code>None</code> | The other |' in text
 
 def test_what_is_returned_needs_no_type():
     assert '| *returns* |  |  | As `x` |' in signatures.signature('untyped', untyped)

@@ -436,7 +436,7 @@ def test_numbers_too_large_for_fp32_are_named_in_the_data_and_not_blamed_on_the_
     assert named(learner(plain_mlp, scale=1e25, shuffle=False), 1e-2, range(16)).startswith('The targets of the batch reach ')
     learn = learner(plain_mlp, shuffle=False)
     learn.dls.train.dataset[21][0][3] = 3e27
-    says = 'The inputs of the batch reach 3e+27, which is too much for fp32, in 1 of its 16 samples: 21 of the data set.'
+    says = 'The inputs of the batch reach 3e+27, which is too much for fp32, in 1 of its 16 samples (index 21 of the data set).'
     assert named(learn, 1e-2, [21])==says
 
 def test_before_a_step_no_learning_rate_is_blamed():
@@ -454,7 +454,7 @@ def test_weights_that_a_step_has_made_infinite_were_not_so_to_begin_with():
 def test_weights_that_are_not_finite_to_begin_with_are_named(number):
     learn = learner(plain_mlp)
     with torch.no_grad(): learn.model[0].weight[0,1] = number
-    assert named(learn, 1e-2)=='Weights or buffers are not finite to begin with: 0.weight (1 of 128 numbers).'
+    assert named(learn, 1e-2)=='Weights or buffers are not finite to begin with: `0.weight` (1 of 128 numbers).'
 
 @pytest.mark.usefixtures('as_in_programs') # a process of a loader has no GPU
 @pytest.mark.parametrize('shuffle', [False,True])
@@ -463,14 +463,14 @@ def test_samples_are_named_by_their_place_in_the_data_set(shuffle, num_workers):
     learn = learner(plain_mlp, shuffle=shuffle)
     learn.dls.loaders[0] = learn.dls.train.new(num_workers=num_workers)
     learn.dls.train.dataset[40][0][2] = torch.nan
-    assert named(learn, 1e-2, [40]).endswith('in 1 of its 16 samples: 40 of the data set.')
+    assert named(learn, 1e-2, [40]).endswith('in 1 of its 16 samples (index 40 of the data set).')
 
 def test_samples_of_a_batch_that_you_give_are_named_by_their_place_in_it():
     learn = learner(plain_mlp)
     x,y = learn.dls.one_batch()
     x[5,0] = torch.nan
     r = learn.diagnose_fp16((x, y))
-    assert r.samples==[5] and r.sentence.endswith('in 1 of its 16 samples: 5.')
+    assert r.samples==[5] and r.sentence.endswith('in 1 of its 16 samples (index 5).')
 
 @pytest.mark.parametrize('keep', ['', [''], ['head','']])
 def test_the_whole_model_in_fp32_is_refused(keep):

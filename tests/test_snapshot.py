@@ -754,7 +754,7 @@ def test_what_is_carried_stays_finite(model, loss):
     a,b = run(Learner.to_fp32),run(Learner.to_fp16_dynamic)
     mp = b.mixed_precision
     assert mp.promoted and mp.history.reruns[0] and not mp.n_skipped and len(mp.history)==15
-    assert mp.reports[0].verdict=='forward' and (model not in left or f'goes to the next batch: {left[model]}.' in mp.reports[0].sentence)
+    assert mp.reports[0].verdict=='forward' and (model not in left or f'goes to the next batch: `{left[model]}`.' in mp.reports[0].sentence)
     fp32,fp16 = a.losses.seen,b.losses.seen
     assert fp16==pytest.approx(fp32, rel=3e-2) and fp16[-1]==pytest.approx(fp32[-1], rel=1e-2)
     assert all(v.isfinite().all() for v in state(b).values())
@@ -790,8 +790,8 @@ def test_an_infinity_that_stays_as_it_is_costs_nothing():
 
 def test_warn_tells_once_and_goes_on():
     learn = learner(UsedLater).to_fp16_dynamic(on_spiral='warn')
-    with pytest.warns(UserWarning, match='goes to the next batch: ms') as w: fit(learn, 1)
-    assert learn.mixed_precision.promoted==[] and sum('goes to the next batch: ms' in str(o.message) for o in w)==1
+    with pytest.warns(UserWarning, match='goes to the next batch: `ms`') as w: fit(learn, 1)
+    assert learn.mixed_precision.promoted==[] and sum('goes to the next batch: `ms`' in str(o.message) for o in w)==1
 
 class Recurrent(nn.Module):
     "Goes on with its hidden state, which is in half precision where half precision made it"

@@ -51,7 +51,7 @@ def test_bad_data_is_called_what_it_is(name, where):
     if 'inputs' in where: x = with_bad(x, value)
     if 'targets' in where: y = with_bad(y, value)
     r = diagnose(case(nn.Sequential(nn.Linear(8,4), nn.Linear(4,1)), x, y))
-    assert re.fullmatch(f'The {where} of the batch {says} in 1 of its 8 samples: 3\\.', r.sentence) and r.samples==[3]
+    assert re.fullmatch(f'The {where} of the batch {says} in 1 of its 8 samples \\(index 3\\)\\.', r.sentence) and r.samples==[3]
 
 @pytest.mark.parametrize('name', bad)
 @pytest.mark.parametrize('first', [True,False])
@@ -70,8 +70,9 @@ def test_bad_data_beside_a_clean_input(name, first):
 def test_data_that_is_bad_in_two_ways():
     def said(x, y):
         return diagnose(case(nn.Linear(8,1), with_bad(torch.randn(8, 8), x), with_bad(torch.randn(8, 1), y, 5))).sentence
-    assert said(math.inf, 1e30)=='The inputs and targets of the batch are not finite, or too large for fp32, in 2 of its 8 samples: 3, 5.'
-    assert said(1e30, math.nan)=='The targets of the batch are not finite in 1 of its 8 samples: 5.'
+    both = 'The inputs and targets of the batch are not finite, or too large for fp32, in 2 of its 8 samples (indices 3, 5).'
+    assert said(math.inf, 1e30)==both
+    assert said(1e30, math.nan)=='The targets of the batch are not finite in 1 of its 8 samples (index 5).'
 
 # %% faults that come and go
 class Flaky(nn.Module):
@@ -358,5 +359,5 @@ def test_a_solver_that_takes_longer_is_told_of():
     x = torch.randn(256, 8)
     learn = learner(x, x[:,:1], model=Solver(), loss_func=nn.MSELoss())
     r = learn.to_bf16_dynamic().diagnose_fp16()
-    assert r.verdict=='healthy' and re.search(r' f \(Linear\) is called 60 times, and \d\d times in fp32', r.sentence), r.sentence
+    assert r.verdict=='healthy' and re.search(r' `f` \(Linear\) is called 60 times, and \d\d times in fp32', r.sentence), r.sentence
     assert 'is called' not in small_learner().to_bf16_dynamic().diagnose_fp16().sentence

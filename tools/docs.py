@@ -40,14 +40,14 @@ def names(text, module):
     return {n: o for n,o in named.items() if not re.search(r'\.(before|after)_\w+$', n)} # events, which fastai calls
 
 def _inside(text):
-    "What the private code `text` is, in HTML: its names, and what the longest definition says of itself"
+    "What the private code `text` is, in HTML: its names, and what it says of itself if it is one definition"
     tree = ast.parse(text).body
     defs = [o for o in tree if isinstance(o, (ast.FunctionDef,ast.ClassDef))]
     set_ = [t.id for o in tree if isinstance(o, ast.Assign) for to in o.targets for t in ast.walk(to) if isinstance(t, ast.Name)]
     found = list(dict.fromkeys([*(o.name for o in defs), *set_]))
-    said = sorted((o.end_lineno-o.lineno, doc.split('\n')[0].rstrip('.')) for o in defs if (doc := ast.get_docstring(o)))
+    said = (ast.get_docstring(defs[0]) or '').split('\n')[0].rstrip('.') if len(defs)==1 else ''
     res = ', '.join(f'`{n}`' for n in found[:4])+(f' and {len(found)-4} more' if len(found)>4 else '')
-    return re.sub('`([^`]+)`', r'<code>\1</code>', escape(res+(f': {said[-1][1]}' if said else ''), quote=False))
+    return re.sub('`([^`]+)`', r'<code>\1</code>', escape(res+(f': {said}' if said else ''), quote=False))
 
 def folded(title, text):
     "Markdown behind a line to click on, which the search leaves out"
@@ -149,7 +149,7 @@ short = {'reference': 'All calls', 'libraries': 'Other libraries', 'overview': '
 
 def _nav():
     "What stands in the menu: a tab for each thing that a reader may want"
-    def named(nbs): return [{short.get(_stem(o)) or re.sub('^From ', '', title(o)): pages[o]} for o in nbs]
+    def named(nbs): return [{short.get(_stem(o)) or re.sub('^From |`', '', title(o)): pages[o]} for o in nbs]
     def sources(folder): return [{str(o.relative_to(root/folder)): pages[o]} for o in scripts if root/folder in o.parents]
     def inside(f): return named(o for o in library if o.parent==nbs/f and o not in called)
     how_to = [practice, *(o for o in guides if o not in placed), *(o for o in tutorials if _stem(o)=='libraries')]

@@ -26,9 +26,9 @@ def types(t) -> list:
 
 def default(v) -> str:
     "The value `v` as you would write it"
-    if isinstance(v, Enum): return repr(v.value)
+    if isinstance(v, Enum): return repr(v.value) if v.value.isidentifier() else f'{type(v).__name__}.{v.name}' # words stand for it
     if isinstance(v, type) or inspect.isroutine(v): return v.__name__
-    if isinstance(v, tuple): return '('+', '.join(map(default, v))+',)'*(len(v)==1)+')'*(len(v)!=1)
+    if isinstance(v, tuple) and not hasattr(v, '_fields'): return '('+', '.join(map(default, v))+',)'*(len(v)==1)+')'*(len(v)!=1)
     if isinstance(v, float) and math.isinf(v): return 'math.inf' if v>0 else '-math.inf'
     if isinstance(v, float) and len(repr(v))>8 and math.frexp(v)[0]==.5: return f'2.**{math.frexp(v)[1]-1}'
     return repr(v)
@@ -43,8 +43,17 @@ def _returned(o):
     text = dedent(inspect.getsource(o)) if inspect.isfunction(o) else ''
     return (re.match(r'(?:@.*\n)*def .*\n(?: .*\n)*\): *# *(.*)', text) or ['',''])[1]
 
+def _of_tuple(o):
+    "The fields of the `NamedTuple` `o`, as parameters"
+    said,defaults = dict(re.findall(r'^    (\w+):.*?# *(.*)', inspect.getsource(o), re.M)),o._field_defaults
+    def field(k, t):
+        found = types(getattr(t, '__forward_arg__', t)) # an annotation that is a string
+        return dict(kind=None, types=found, default=default(defaults[k]) if k in defaults else None, meaning=said.get(k, ''))
+    return {k: field(k, t) for k,t in o.__annotations__.items()}
+
 def parameters(o) -> dict:
     "What `o` takes, by name: `kind`, `types`, `default` (`None` if it must be given) and `meaning`; also what it returns, as `return`"
+    if hasattr(o, '_field_defaults'): return _of_tuple(o)
     made,res = _made(o),{}
     for k,p in docments(o, full=True, returns=True).items():
         has_none = p.default is None if 'default' in p else False

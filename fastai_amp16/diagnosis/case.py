@@ -173,7 +173,7 @@ def _that_raised(rec):
 def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
     """Run all batches and record what goes through the modules, or what they raise; then restore everything
 
-    Without `compares`, random numbers are those of a batch of the fit. Raises what is raised for want of memory."""
+    Without `compares`, random numbers are those of a batch of the fit. Raises if memory is too small."""
     case.before_run()
     case.ranks.gather() # all begin the run, or none does, if one of them has failed
     step = case.step

@@ -28,7 +28,7 @@ class Far(NamedTuple):
     rise:float=0. # By how much more than chance explains the loss is larger, relative to fp32's
     bend:float=0. # By how much it would be if what is off had nothing to do with the targets
     chance:float=math.inf # By how much it is larger or smaller by chance
-    states:float=0. # By how many of half precision's steps the change of what goes to the next batch is off
+    states:float=0. # How far off the change of what modules carry on is, in units of half precision's eps
 
     def exceeds(self,
         limits:'Far' # How far they may be

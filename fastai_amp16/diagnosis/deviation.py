@@ -70,7 +70,7 @@ def few_are_off(
     reference, # The predictions as they should be
     most:float # How far off a sample may be, relative to how the reference differs from sample to sample
 ) -> bool: # `False` if there are many in any tensor, or none
-    "Return whether only one of several samples is off, or a tenth of them"
+    "Return whether only one of several samples is off, or at most a tenth of them"
     are_off = [d>most**2*spread.mean() for d,spread in starmap(_squares, pairs(pred, reference))]
     return any(map(torch.any, are_off)) and all(o.sum()<=max(len(o)>1, len(o)/10) for o in are_off)
 

@@ -37,7 +37,7 @@ class Diagnosis:
     verdict:Verdict # What came of it
     reports:list # Of `PrecisionReport`, one for each fault
     failures:list # Why the diagnosis failed, in words
-    error:Exception|None # What half precision raised on this rank, or that it raised on another one
+    error:Exception|None # What half precision raised on this rank, or the error that another rank raised, in words
     silent:bool # Are predictions wrong although everything is finite?
 
     @property

@@ -16,7 +16,7 @@ from ..util.torch_private import is_functorch_wrapped,no_torch_function
 _at_once = 2**18 # numbers; larger temporary tensors would fragment the memory of a CPU
 
 class Measured(NamedTuple):
-    "What was measured of a tensor; the last three are of gradients in a recording without a reference"
+    "What was measured of a tensor; the last three only of gradients in the run in fp32"
     top:float # The largest absolute number that is finite
     nonfinite:float # How many numbers are not finite
     some:float = None # How many numbers are not 0

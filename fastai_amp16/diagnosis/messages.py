@@ -46,6 +46,7 @@ def warn_user(
 
     If none of the code is yours, it points to the first line outside of this package, fastai, fastcore, torch and
     Python's library."""
+    # `skip_file_prefixes` would do this, but Python has it only from 3.12 on
     origins = [_origin(f) for f,_ in traceback.walk_stack(sys._getframe(1))]
     wanted = [o for o in ('user','package') if o in origins]
     at = origins.index(wanted[0]) if wanted else len(origins)-1

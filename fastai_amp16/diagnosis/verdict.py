@@ -280,7 +280,7 @@ def _is_silently_wrong(case):
     evidence,*far = zip(*ranks)
     case.evidence = max(evidence, key=('','gradients','bits','harm').index)
     if not case.evidence: return False
-    if some(case.is_wrong(case.run_fp32(modules=False))): return False # nor is fp32 the same again
+    if some(case.is_wrong(case.run_fp32(modules=False))): return False # nor does fp32 give the same twice
     largest = [max(filter(math.isfinite, ns), default=0.) for ns in far]
     case.limits = Far(*largest).times(_remains)
     return True

@@ -20,8 +20,8 @@ def place_in_words(
 ) -> str:
     "Say where something happens"
     if name==loss_name: return 'the loss function'
-    kind = type(case.model.get_submodule(name)).__name__
-    return f'{name} ({kind})' if name else f'the code of the model itself ({kind})'
+    what = f'`{name}`' if name else 'the code of the model itself'
+    return f'{what} ({type(case.model.get_submodule(name)).__name__})'
 
 def _call_in_words(case, frame):
     where = place_in_words(case, frame.name)
@@ -32,12 +32,14 @@ def _producer(frame):
     return None if not frame or frame.in_loss else frame.name
 
 def _healthy(case, v):
-    what = f"Everything is finite in {case.kind} at the loss scale {case.scale:g}."
-    return PrecisionReport('healthy', "The fault is in the batch of another rank." if v.elsewhere else what)
+    return PrecisionReport(
+        'healthy',
+        "The fault is in the batch of another rank." if v.elsewhere else
+        f"Everything is finite in {case.kind} at the loss scale {case.scale:g}.")
 
 def _bad_weights(case, v):
     when = f'after a step at a learning rate of {case.lr:.3g}' if case.lr else 'to begin with'
-    names = [f'{name} ({n_bad} of {n} numbers)' for name,(n_bad,n) in v.counts.items()]
+    names = [f'`{name}` ({n_bad} of {n} numbers)' for name,(n_bad,n) in v.counts.items()]
     return PrecisionReport('weights',
         f"Weights or buffers are not finite {when}: {listed(names)}.",
         "load an earlier checkpoint, or reset them if they are running statistics; no precision can repair them",
@@ -45,13 +47,13 @@ def _bad_weights(case, v):
 
 def _bad_data(case, v):
     what = 'are not finite'
-    finite = [o for o in v.tops if math.isfinite(o)]
+    finite = [*filter(math.isfinite, v.tops)]
     if len(finite)==len(v.tops): what = f'reach {max(finite):.3g}, which is too much for fp32,'
     elif finite: what += ', or too large for fp32,'
-    where = f"{len(v.samples)} of its {v.n} samples: {listed(v.samples, 10)}"
-    if v.in_data_set: where += ' of the data set'
+    kind = 'indices' if v.samples[1:] else 'index'
     return PrecisionReport('data',
-        f"The {' and '.join(v.whose)} of the batch {what} in {where}.",
+        f"The {' and '.join(v.whose)} of the batch {what} in {len(v.samples)} of its {v.n} samples "
+        f"({kind} {listed(v.samples, 10)}{' of the data set' if v.in_data_set else ''}).",
         "find these samples in the data, and fix or drop them",
         samples=v.samples)
 
@@ -82,13 +84,12 @@ def _divergence(case, v):
         op=v.frame.op)
 
 def _high_scale(case, v):
-    rest = 'nothing else' if case.keep else 'nothing'
     return PrecisionReport(
         'scale',
         f"The loss scale {case.scale:g} is too high for this batch: its gradients exceed {case.finfo.max:g}. "
         f"A loss scale of {v.fits:g} fits.",
         f"pass init_scale={v.fits:g}{', or divide the targets' if v.fits<1 else ''}; "
-        f"{rest} has to stay in fp32",
+        f"nothing{' else' if case.keep else ''} has to stay in fp32",
         new_scale=v.fits)
 
 # %% ../../nbs/diagnosis/08_words.ipynb #166e93c2
@@ -185,7 +186,7 @@ _shows = { # by what is wrong
 
 def _effect(v):
     "How a fault shows that leaves the loss finite"
-    if v.spoilt: return f"The loss is finite, but not what goes to the next batch: {listed(v.spoilt)}."
+    if v.spoilt: return f"The loss is finite, but not what goes to the next batch: {in_words(v.spoilt)}."
     if not v.off: return ''
     what,by = v.off
     if what=='infinities': return "Predictions are infinite or NaN where fp32's are finite."

@@ -55,17 +55,16 @@ _instance_norms = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _torchs_norms = (*_batch_norms, *_instance_norms, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
                  nn.LocalResponseNorm, nn.CrossMapLRN2d)
 norm_types = (*_torchs_norms, _RegisteredNorm)
+convs = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 def is_norm(
     m:nn.Module # Any module
 ) -> bool:
-    "Return whether `m` is a normalization layer: in `norm_types`, or childless and with `Norm` in its class's name"
+    "Return whether `m` is a normalization layer: in `norm_types`, or childless and with `norm` in its class's name"
     if isinstance(m, norm_types): return True
     return 'norm' in type(m).__name__.lower() and not [*m.children()]
 
 # %% ../../nbs/precision/04_plan.ipynb #23fda264
-convs = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
 def unwrapped(
     model:nn.Module # Perhaps a `DistributedDataParallel`, a `DataParallel` or the result of `torch.compile`
 ):

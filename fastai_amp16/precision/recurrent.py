@@ -78,7 +78,7 @@ def is_recurrent_with_dropout(
     return training and dropout>0 and n_layers>1
 
 def _options(args):
-    "Has it biases, the number of layers, dropout, training, is it bidirectional; for a tensor also `batch_first`"
+    "Whether it has biases, how many layers, dropout, whether it trains, whether it is bidirectional, and `batch_first`"
     return args[3 if isinstance(args[3], bool) else 4:] # before these stands the list of weights
 
 def layer_by_layer(

@@ -49,7 +49,7 @@ class Reading(NamedTuple):
         return math.inf if self.outcome is Outcome.overflow else math.nan
 
 # %% ../../nbs/train/06_decide.ipynb #e02a811e
-_coarse = 2.**-8 # two such factors span the range that fp16 holds in full precision
+_coarse = 2.**-8 # three such factors take 2^24, the highest scale, to 1
 _backoffs,_tries = 2,3 # halvings of a scale that has worked; lower scales that are tried before a diagnosis
 
 def _lower_scale(overflow_scales, floor, proven):

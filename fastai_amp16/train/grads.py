@@ -45,7 +45,7 @@ def hypers_of(
 class Leaves:
     """The parameters that may have gradients: those of modules, and others that the optimizer holds
 
-    Most of them may be idle, so each step looks at all of them once, after the backward pass."""
+    Each step looks at all of them once, after the backward pass; most may have no gradient."""
     def __init__(self,
         params:list # Those of modules
     ): self.own,self.opt,self.n_hooks = params,None,None

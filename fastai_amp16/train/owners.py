@@ -42,7 +42,7 @@ def _walk(o, name=''):
 def compared(
     owners:list # From `find_owners`
 ) -> list: # Likewise
-    "Those whose state can be compared with fp32's, and go on in fp32: no norms, and no half parts"
+    "The owners whose state fp32 can judge and continue: all but norms with statistics and parts in half precision"
     halfs = {id(m) for _,o in owners if isinstance(o, nn.Module) and is_half(o) for m in o.modules()}
     # statistics are wrong only if predictions are, and a mean may be nothing but rounding
     def has_statistics(o): return isinstance(o, norm_types) and hasattr(o, 'running_mean')

@@ -140,7 +140,7 @@ def may_be_halfs(
     e:Exception, # Raised in a batch
     learn:Learner # Whose batch it was
 ) -> bool:
-    "Return whether half precision may have raised `e`: in callbacks and the optimizer, in forward passes only"
+    "Return whether half precision may have raised `e`: in a forward pass, or outside callbacks and the optimizer"
     step = inspect.unwrap(getattr(learn.opt, 'step', None)) # a wrapper has that of the optimizer in it
     zones = {Learner.__call__.__code__: False, getattr(step, '__code__', None): False, Entry._inside.__code__: True}
     for frame,_ in reversed([*traceback.walk_tb(e.__traceback__)]):

@@ -18,7 +18,7 @@ from torch import Tensor,nn
 def replace(
     o, # A tensor, or tuples, lists, sets, dicts and dataclasses of tensors, at any depth; or anything else
     f, # Takes a tensor and returns its replacement
-    objects:int=0 # Replace tensors in attributes of other objects, too, and of objects in these, so many levels deep
+    objects:int=0 # Levels of other objects to look into: 1 is their attributes, 2 also those of objects in these
 ): # Same types as `o`, including named tuples and subclasses of dict; `o` itself if `f` has replaced nothing in it
     "Return `o` with `f(t)` in place of each tensor `t`"
     if isinstance(o, Tensor): return f(o)
