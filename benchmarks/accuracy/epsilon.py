@@ -53,19 +53,19 @@ def table(res):
 
 def section(res):
     n,base = len(groups(res))//len(precisions),written(res['rows'][0]['eps'])
-    of = {(written(o['eps']),o['precision']): f"{o['better'] or 'none'} better and {o['worse'] or 'none'} worse" for o in res['counts']}
-    others = dict.fromkeys(eps for eps,_ in of)
-    claims = ' '.join(f"With {o}, {of[o,'to_fp16_dynamic']} in fp16, and {of[o,'to_fp32']} in fp32." for o in others)
+    of = {(written(o['eps']),o['precision'],how): o[how] or 'none' for o in res['counts'] for how in ('better','worse')}
+    def claim(eps):
+        better,worse = ([of[eps,to,how] for to in ('to_fp16_dynamic','to_fp32')] for how in ('better','worse'))
+        return (f"With an eps of {eps} instead of {base}, {better[0]} of {n} trainings in fp16 and {better[1]} in fp32 ended significantly "
+                f"better, and {worse[0]} and {worse[1]} significantly worse.")
     told = [r for rows in groups(res).values() if any(difference(o, rows[0])[2] for o in rows[1:]) for r in rows]
     title = f'The significant ones (bold): metric ± standard deviation with {base}, and differences from it ± standard error'
     shown = '\n\n'+markdown.folded(title, table(dict(rows=told))) if told else ''
     return f"""### Adam's eps
 
-How many of {n} trainings with `AdamW16` end significantly better or worse than with an eps of {base}? {claims}
-All other differences may be chance.
+{' '.join(map(claim, dict.fromkeys(eps for eps,*_ in of)))} All other differences may be chance.
 
-The trainings, the test of significance and the number of seeds are those of [Whole trainings](#whole-trainings). {res['machine']}, fastai
-{res['fastai']}.{shown}"""
+The optimizer is `AdamW16`. The trainings, the test of significance and the number of seeds are those of [Whole trainings](#whole-trainings). {markdown.ran(res)}{shown}"""
 
 def main(args=None):
     p = parser(__file__, __doc__, seeds=(5,'number of seeds, at least two'), only=(trainings,'which trainings'))
