@@ -51,9 +51,9 @@ def _on_a_gpu():
     over = gpu.ratios(stored(gpu), 'to_fp16_dynamic', 'fp32')
     rest = markdown.span(o for (m,_),o in over.items() if m==gpu.only_predictions)
     worst = f". Only `{gpu.only_predictions}`, which computes little else than logits, is at {rest}" if rest else ''
-    earlier = '' if 'compared' in stored(gpu) else ', with an earlier version of this package'
-    return f"""- **On a GPU** ({stored(gpu)['machine'].split(',')[0]}{earlier}): {speed} times as many samples per second as in fp32, with {peak} times
-  its peak memory{worst} ([more](#whole-trainings-on-a-gpu)).
+    on = stored(gpu)['machine'].split(',')[0]+gpu.earlier(stored(gpu))
+    return f"""- **On a GPU** ({on}): {speed} times as many samples per second as in fp32, with {peak} times its peak memory{worst}
+  ([more](#whole-trainings-on-a-gpu)).
 """
 
 def _results():

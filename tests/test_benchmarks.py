@@ -242,7 +242,7 @@ def test_silent(tmp_path, monkeypatch):
     assert silent.rates(rows)['wrong']['cpu','fp16']==(n,n) and f'| {n} of {n} (100.0%) |' in silent.table(rows)
     assert f'{n} of {n} (100.0%) end as in fp32' in silent.claim(rows) and 'All healthy programs' in silent.claim(rows)
     on_a_gpu = dict(machine='a GPU', rows=[{**o, 'habits':'cuda'} for o in rows])
-    assert f'(a GPU), other programs ran, but fewer. Of those that half precision makes wrong, all {n} in fp16' in silent.on_a_gpu(on_a_gpu)
+    assert f'(a GPU). Of those that half precision makes wrong, all {n} in fp16' in silent.on_a_gpu(on_a_gpu)
     r['fp16']['ok'] = on_a_gpu['rows'][rows.index(r)]['fp16']['ok'] = False
     assert f'makes wrong, {n-1} of {n} in fp16' in silent.on_a_gpu(on_a_gpu)
     assert '| `bias_at_level` | wrong |' in silent.by_family(rows) and '`ordinary`' not in silent.by_family(rows)

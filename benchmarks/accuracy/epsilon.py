@@ -53,19 +53,21 @@ def table(res):
 
 def section(res):
     n,base = len(groups(res))//len(precisions),written(res['rows'][0]['eps'])
-    of = {(written(o['eps']),o['precision'],how): o[how] or 'none' for o in res['counts'] for how in ('better','worse')}
-    def claim(eps):
-        better,worse = ([of[eps,to,how] for to in ('to_fp16_dynamic','to_fp32')] for how in ('better','worse'))
-        return (f"With an eps of {eps} instead of {base}, {better[0]} of {n} trainings in fp16 and {better[1]} in fp32 ended significantly "
-                f"better, and {worse[0]} and {worse[1]} significantly worse.")
+    of = {(written(o['eps']),o['precision'].split('_')[1]): o for o in res['counts']}
+    def many(eps, how):
+        counts = {k: of[eps,k][how] for k in ('fp16','fp32')}
+        return ' and '.join(f'{o} in {k}' for k,o in counts.items()) if any(counts.values()) else 'none'
+    def claim(eps): return (f"With {eps}, {many(eps, 'better')} ended significantly better than with {base}, and {many(eps, 'worse')} "
+                            "significantly worse.")
     told = [r for rows in groups(res).values() if any(difference(o, rows[0])[2] for o in rows[1:]) for r in rows]
     title = f'The significant ones (bold): metric ± standard deviation with {base}, and differences from it ± standard error'
     shown = '\n\n'+markdown.folded(title, table(dict(rows=told))) if told else ''
     return f"""### Adam's eps
 
-{' '.join(map(claim, dict.fromkeys(eps for eps,*_ in of)))} All other differences may be chance.
+We ran {n} trainings with several values of `AdamW16`'s eps. {' '.join(map(claim, dict.fromkeys(eps for eps,_ in of)))} All other differences may be chance.
 
-The optimizer is `AdamW16`. The trainings, the test of significance and the number of seeds are those of [Whole trainings](#whole-trainings). {markdown.ran(res)}{shown}"""
+The trainings, the test of significance and the number of seeds are those of [Whole trainings](#whole-trainings).
+{markdown.ran(res)}{shown}"""
 
 def main(args=None):
     p = parser(__file__, __doc__, seeds=(5,'number of seeds, at least two'), only=(trainings,'which trainings'))

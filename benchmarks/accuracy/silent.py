@@ -159,9 +159,9 @@ def worst(rows, kind):
 def claim(rows):
     "The rates in sentences"
     (ok,n,column),(fine,healthy,also) = worst(rows, 'wrong'),worst(rows, 'healthy')
-    quiet = 'All healthy programs train' if fine==healthy else f'Of the healthy ones, {fine} of {healthy} in the worst column ({also}) train'
-    return (f"Of the random programs that half precision makes wrong without an infinity, {ok} of {n} ({ok/n:.1%}) end as in fp32 in the worst "
-            f"column of the table ({column}), with most layers in half precision. {quiet} without a warning")
+    quiet = 'All healthy programs' if fine==healthy else f'Of the healthy ones, {fine} of {healthy} in the worst column ({also})'
+    return (f"Of the random programs that half precision makes wrong without an infinity, {ok} of {n} ({ok/n:.1%}) end as in fp32 in the "
+            f"worst column of the table ({column}), with most layers in half precision. {quiet} train without a warning")
 
 def on_a_gpu(res):
     "What became of the programs that ran on a GPU, in a sentence"
@@ -170,7 +170,7 @@ def on_a_gpu(res):
         oks = [r[k]['ok'] for r in rows[kind,k]]
         return f"{'all' if all(oks) else f'{sum(oks)} of'} {len(oks)} in {k}"
     wrong,healthy = (markdown.listed(count(kind, k) for k in ways) for kind in ('wrong','healthy'))
-    return (f"On a GPU ({res['machine']}), other programs ran, but fewer. Of those that half precision makes wrong, {wrong} end as in fp32; of the "
+    return (f"Fewer programs ran on a GPU ({res['machine']}). Of those that half precision makes wrong, {wrong} end as in fp32; of the "
             f"healthy ones, {healthy} train without a warning")
 
 def table(rows):

@@ -286,8 +286,8 @@ def _of_memory(res):
     return f"""### Memory of a diagnosis
 
 The peak memory of a process in which a batch is diagnosed and healed is {ratio('diagnosis', jobs[0])} times that of a fit in fp16, and
-{ratio('diagnosis', jobs[1])} times that of one in fp32; with a report, it is {ratio('report', jobs[0])} and {ratio('report', jobs[1])} times.
-Both also run the batch in fp32, whose activations take twice as much memory.
+{ratio('diagnosis', jobs[1])} times that of one in fp32; with a report, it is {ratio('report', jobs[0])} and
+{ratio('report', jobs[1])} times. Both also run the batch in fp32, whose activations take twice as much memory.
 
 The model has four blocks (a linear layer, a ReLU, and squares in the block's own code), whose activations have
 {res['samples']*64*4/2**20:.0f} MiB each in fp32. A fit has four steps in its own process. In "diagnosis", a batch overflows in the first

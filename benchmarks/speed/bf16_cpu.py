@@ -59,7 +59,8 @@ def section(res):
     "With the results of a CPU without instructions for bf16, which have a file of their own"
     without = json.loads(Path(__file__).with_name('bf16_cpu_without.json').read_text())
     def speed(res, k='ours'): return markdown.span(r[k][1] for r in res['rows'])
-    def size(r): return f"the {r['model'].split(',')[0]} has {r['parameters']/1e6:.0f}M parameters and batches of {'×'.join(map(str, r['batch']))}"
+    def size(r):
+        return f"the {r['model']} has {r['parameters']/1e6:.0f}M parameters and batches of {'×'.join(map(str, r['batch']))}"
     return f"""### bf16 on a CPU
 
 On a CPU with instructions for bf16, training with `to_bf16_dynamic` is {speed(res)} times as fast as in fp32, and {speed(res, 'by_hand')}

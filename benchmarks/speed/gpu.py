@@ -249,7 +249,8 @@ def chart(res, fname):
         for j,c in enumerate(names):
             at = [over[c].get((m,bs), 0) for m in ms]
             bars = ax.barh([y+(j-len(names)/2+.5)*h for y in ys], at, .9*h, label=c)
-            ax.bar_label(bars, [f'{o:.2f}' if o else '–' for o in at], padding=2, fontsize=7, bbox=dict(fc='w', ec='none', pad=.8)) # on the line
+            on_line = dict(fc='w', ec='none', pad=.8) # so that a label can be read where the line is
+            ax.bar_label(bars, [f'{o:.2f}' if o else '–' for o in at], padding=2, fontsize=7, bbox=on_line)
         ax.axvline(1, color='k', lw=1)
         ax.set(title=f'batch size {bs}', xlabel="samples per second, relative to fastai's to_fp16", yticks=ys, yticklabels=ms)
         ax.margins(x=.08)
@@ -290,7 +291,7 @@ def _optimizer(res):
 `to_fp16_fused` is `to_fp16` with a fused AdamW."""
 
 def compared(arguments):
-    "How many of the timed steps of a fit are compared with fp32, as long as the schedule is that of [Compare](../../nbs/diagnosis/03_compare.ipynb)"
+    "How many of the timed steps of a fit are compared with fp32, which happens in these"
     first,steps = (arguments[k] for k in ('skip','steps'))
     return sum(first<i<=first+steps for i in (1,8,40,104,*range(232, first+steps+1, 256)))
 
@@ -305,8 +306,8 @@ def _compared(res):
     n,now = ({1: 'one', 2: 'two'}.get(o, o) for o in (res.get('compared', 1),compared(res['arguments'])))
     also = '' if 'compared' in res else f' (this version compares {now})'
     yield f"""**Large predictions cost speed in a short fit.** `{model}` computes little else than 10,000 logits for each token, and of its
-{res['arguments']['steps']} timed steps, {n} {'was' if n=='one' else 'were'} compared with fp32{also}. It trains {at(over)} as many samples per
-second as `to_fp16` with a fused AdamW{fp32}. A longer fit compares fewer of its steps, in the end one in 256."""
+{res['arguments']['steps']} timed steps, {n} {'was' if n=='one' else 'were'} compared with fp32{also}. It trains {at(over)} as many samples
+per second as `to_fp16` with a fused AdamW{fp32}. A longer fit compares fewer of its steps, in the end one in 256."""
 
 def _caveats(res):
     "What a reader must know of these results"
@@ -353,6 +354,10 @@ def _in_all(res):
     bad = [f"`{r['contender']}` of `{r['model']}` with batches of {r['bs']}" for r in rows if not r['finite'] or r['skipped']]
     yield f"The loss is not finite, or steps were skipped: {', '.join(bad)}." if bad else 'All losses are finite, and no step was skipped.'
 
+def earlier(res):
+    "What to say of results that are of an earlier version of this package, which did not write how many steps are compared"
+    return '' if 'compared' in res else ', with an earlier version of this package'
+
 def section(res):
     return f"""### Whole trainings on a GPU
 
@@ -362,7 +367,7 @@ def section(res):
 
 {_items(_optimizer(res), _batch_norms(res), _compared(res), _caveats(res))}
 
-Setup: {res['machine']}{'' if 'compared' in res else ', with an earlier version of this package'}. Ratios are those of medians over rounds, in table
+Setup: {res['machine']}{earlier(res)}. Ratios are those of medians over rounds, in table
 and picture. fp32 is PyTorch's default: convolutions use TF32, matrix products do not.
 
 `uv run python benchmarks/speed/gpu.py` trains whole models with fastai's `fit_one_cycle`, with this package, with Lightning and with

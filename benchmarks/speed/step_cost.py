@@ -291,7 +291,8 @@ with nothing to compute, taken together; with norm layers in fp32 in that loop, 
 The loop written by hand has autocast, `GradScaler`, fused AdamW and clipping. On a CPU, it computes norm layers in half precision, where
 they lose digits. Medians do not show the few steps that `to_fp16_dynamic` [compares with fp32](#comparisons-with-fp32-and-reports).
 
-The models have {tensors} tensors, most of them with 16 × 16 elements. {markdown.ran(res, f"{res['rounds']} rounds of {res['steps']} steps")}
+The models have {tensors} tensors, most of them with 16 × 16 elements.
+{markdown.ran(res, f"{res['rounds']} rounds of {res['steps']} steps")}
 
 {markdown.folded('Each model and batch size', details)}{_of_small(res)}"""
 
