@@ -60,11 +60,12 @@ def section(res):
     def claim(eps): return (f"With {eps}, {many(eps, 'better')} ended significantly better than with {base}, and {many(eps, 'worse')} "
                             "significantly worse.")
     told = [r for rows in groups(res).values() if any(difference(o, rows[0])[2] for o in rows[1:]) for r in rows]
+    claims = ' '.join(map(claim, dict.fromkeys(eps for eps,_ in of)))
     title = f'The significant ones (bold): metric ± standard deviation with {base}, and differences from it ± standard error'
     shown = '\n\n'+markdown.folded(title, table(dict(rows=told))) if told else ''
     return f"""### Adam's eps
 
-We ran {n} trainings with several values of `AdamW16`'s eps. {' '.join(map(claim, dict.fromkeys(eps for eps,_ in of)))} All other differences may be chance.
+We ran {n} trainings with several values of `AdamW16`'s eps. {claims} All other differences may be chance.
 
 The trainings, the test of significance and the number of seeds are those of [Whole trainings](#whole-trainings).
 {markdown.ran(res)}{shown}"""
