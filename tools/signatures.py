@@ -26,7 +26,7 @@ def types(t) -> list:
 
 def default(v) -> str:
     "The value `v` as you would write it"
-    if isinstance(v, Enum): return repr(v.value)
+    if isinstance(v, Enum): return f'{type(v).__name__}.{v.name}' if ' ' in v.value else repr(v.value) # a text for readers, or for code
     if isinstance(v, type) or inspect.isroutine(v): return v.__name__
     if isinstance(v, tuple): return '('+', '.join(map(default, v))+',)'*(len(v)==1)+')'*(len(v)!=1)
     if isinstance(v, float) and math.isinf(v): return 'math.inf' if v>0 else '-math.inf'
@@ -43,8 +43,16 @@ def _returned(o):
     text = dedent(inspect.getsource(o)) if inspect.isfunction(o) else ''
     return (re.match(r'(?:@.*\n)*def .*\n(?: .*\n)*\): *# *(.*)', text) or ['',''])[1]
 
+def _fields(o):
+    "The fields of the `NamedTuple` `o`, as `parameters` returns them, with the comments in its code"
+    said = dict(re.findall(r'^ +(\w+) *:.*?# *(.*)', inspect.getsource(o), re.M))
+    kind,values = inspect.Parameter.POSITIONAL_OR_KEYWORD,o._field_defaults
+    return {k: dict(kind=kind, types=types(o.__annotations__[k]), default=default(values[k]) if k in values else None,
+                    meaning=said.get(k, '')) for k in o._fields}
+
 def parameters(o) -> dict:
     "What `o` takes, by name: `kind`, `types`, `default` (`None` if it must be given) and `meaning`; also what it returns, as `return`"
+    if isinstance(o, type) and issubclass(o, tuple) and hasattr(o, '_fields'): return _fields(o)
     made,res = _made(o),{}
     for k,p in docments(o, full=True, returns=True).items():
         has_none = p.default is None if 'default' in p else False

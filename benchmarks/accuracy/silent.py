@@ -152,16 +152,16 @@ def n_families(rows, kind):
     return len({r['family'] for r in rows if r['kind']==kind and 'family' in r})
 
 def worst(rows, kind):
-    "The column in which the fewest programs are as they should be: how many, of how many, and its name"
-    (ok,n),column = min(((o,columns[c]) for c,o in rates(rows)[kind].items() if o[1]), key=lambda o: o[0][0]/o[0][1])
-    return ok,n,column
+    "The setting in which the fewest programs are as they should be: how many, of how many, and its name"
+    (ok,n),setting = min(((o,columns[c]) for c,o in rates(rows)[kind].items() if o[1]), key=lambda o: o[0][0]/o[0][1])
+    return ok,n,setting
 
 def claim(rows):
     "The rates in sentences"
-    (ok,n,column),(fine,healthy,also) = worst(rows, 'wrong'),worst(rows, 'healthy')
-    quiet = 'All healthy programs' if fine==healthy else f'Of the healthy ones, {fine} of {healthy} in the worst column ({also})'
+    (ok,n,setting),(fine,healthy,also) = worst(rows, 'wrong'),worst(rows, 'healthy')
+    quiet = 'All healthy programs' if fine==healthy else f'Of the healthy ones, {fine} of {healthy} in the worst setting ({also})'
     return (f"Of the random programs that half precision makes wrong without an infinity, {ok} of {n} ({ok/n:.1%}) end as in fp32 in the "
-            f"worst column of the table ({column}), with most layers in half precision. {quiet} train without a warning")
+            f"worst setting ({setting}), with most layers in half precision. {quiet} train without a warning")
 
 def on_a_gpu(res):
     "What became of the programs that ran on a GPU, in a sentence"
@@ -176,8 +176,9 @@ def on_a_gpu(res):
 def table(rows):
     "A Markdown table of the rates"
     what = dict(wrong='wrong programs that end as in fp32', healthy='healthy programs without a warning')
-    def line(kind): return what[kind],*(f'{ok} of {n} ({ok/n:.1%})' if n else '–' for ok,n in rates(rows)[kind].values())
-    return markdown.table(['', *columns.values()], map(line, what))
+    def cell(ok, n): return f'{ok} of {n} ({ok/n:.1%})' if n else '–'
+    lines = ((name, *(cell(*rates(rows)[kind][o]) for kind in what)) for o,name in columns.items())
+    return markdown.table(['setting', *what.values()], lines)
 
 def by_family(rows):
     "A Markdown table of families that have programs that are not as they should be"
@@ -208,6 +209,6 @@ families, but not the programs. "CUDA's lists" means that the CPU follows CUDA's
 - A program is **healthy** if plain half precision ends within {is_healthy} times the loss of fp32, with no loss scale below 1. **Without a
   warning** also means that no layer moves to fp32.
 
-{markdown.folded('Programs that fail these tests, by family, summed over the four columns', by_family(rows))}"""
+{markdown.folded('Programs that fail these tests, by family, summed over the four settings', by_family(rows))}"""
 
 if __name__=='__main__': main()
