@@ -31,10 +31,11 @@ class DynamicMixedPrecision(MixedPrecision):
 
     Replaces fastai's `MixedPrecision`, also as `learn.mixed_precision`. The model's own parameters are the master
     weights, so you read, edit, save and load the weights that are trained. A batch whose gradients are not finite
-    runs again, at a lower loss scale or with the layers that overflow in fp32. By default, a step is skipped only in
-    two cases, with a warning. In the first, fp32 cannot take it either, for lack of memory, say. In the second, its
-    batch cannot run again: your code changed weights or inputs within it, or it accumulates more than 1 GiB. The
-    loss scale carries over from fit to fit, and checkpoints with the optimizer contain it.
+    runs again, at a lower loss scale or with the layers that overflow in fp32. By default, a step is skipped, with a
+    warning, only if fp32 cannot use its batch either (or cannot run it, for lack of memory, say), if its batch cannot
+    run again (your code changed weights or inputs within it, or it accumulates more than 1 GiB), or if your code made
+    its gradients infinite or NaN. The loss scale carries over from fit to fit, and checkpoints with the optimizer
+    contain it.
 
     Raises `TypeError` for unknown arguments and `ValueError` for invalid ones, for a model without parameters or
     with half-precision ones, and for an optimizer that holds none of its parameters. With `on_spiral='raise'`,

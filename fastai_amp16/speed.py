@@ -27,7 +27,7 @@ from .util.torch_private import is_out_of_memory
 def compare_precisions(self:Learner,
     n:int=15 # Steps to time in each precision, in rounds of 5
 ) -> 'PrecisionComparison': # A sentence and a table in a notebook; text by `str`, a picture by `.plot()`
-    """Time training in fp32, with `to_fp16`, in fp16 and in bf16 in turns, measure peak memory, and recommend one
+    """Time training in fp32, with `to_fp16`, in fp16 and in bf16 alternately, measure peak memory, and recommend one
 
     Changes nothing. Raises `ValueError` for an invalid `n` and `RuntimeError` in a fit, and what a batch raises in
     fp32 unless memory is too small for it."""

@@ -596,6 +596,15 @@ def test_a_forecast_comes_true():
         assert moved/2<=int(said[6])<=2*moved # at a constant factor, it is the first of the steps
         assert said[7] is None or moved<=int(said[7])
     assert df.in_fp32[(df.module=='1') & (df.step==103)].all() and '`1`' not in least_room(df) # in fp32 it has room
+    begin = moved+10
+    assert f'between steps {begin} and' in least_room(df[df.step<=39], begin) # what was made is no forecast
+
+def test_an_overflow_that_does_no_harm_is_no_layer_in_fp32():
+    "A tanh bounds it; it is not what has the least room"
+    learn = fit(long(fp16, nn.Sequential(nn.Linear(8, 16), Do(lambda x: x*1e6), nn.Tanh(), nn.Linear(16, 1))), 1)
+    df = learn.mixed_precision.headroom
+    assert not learn.mixed_precision.promoted and (df.bits[df.module=='1']<0).all()
+    assert not df.in_fp32.any() and '`1`' not in least_room(df)
 
 @pytest.mark.parametrize('rate', [0.,-0.1])
 def test_no_forecast_where_the_room_does_not_shrink(rate):
@@ -609,7 +618,7 @@ def test_no_forecast_where_the_room_does_not_shrink(rate):
 
 def test_a_plot_of_the_room():
     "What it draws is what the table and the history say"
-    learn = fit(long(hot, overflows, cbs=Poison({2}, 'backward')), 1)
+    learn = fit(long(hot, overflows, cbs=Poison({2,40}, 'backward')), 1)
     mp = learn.mixed_precision
     df,history = mp.headroom,mp.history
     events,above,below = axs = mp.plot_headroom()
@@ -617,6 +626,9 @@ def test_a_plot_of_the_room():
     drawn = dict(zip([o.get_text() for o in events.get_yticklabels()], [o.get_xdata() for o in events.lines]))
     assert [len(drawn[o]) for o in ('ran again','layers moved to fp32')]==[(history.reruns>0).sum(),1]
     assert len(drawn['loss scale fell'])==(history.loss_scale.diff()<0).sum()
+    columns = above.get_xticks()
+    again = dict(zip(history.step[history.reruns>0], drawn['ran again'])) # where, between the columns and after the last one
+    assert again[0]==columns[0]<again[2]<columns[1] and again[40]>columns[-1]
     mesh, = above.collections
     bits = df.pivot(index='module', columns='step', values='bits')
     assert (mesh.get_array().reshape(bits.shape)==bits.values).all() and [o.get_text() for o in above.get_yticklabels()]==[*bits.index]

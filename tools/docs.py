@@ -145,7 +145,7 @@ def _know(nb):
 
 def title(nb): return re.search(r'^# (.*)', read_nb(nb).cells[0].source)[1]
 
-order = 'learner callback checkpoint speed doctor report ask headroom history compare messages clip optimizer plan scaler swap'.split()
+order = 'learner callback checkpoint speed doctor report ask history headroom compare messages clip optimizer plan scaler swap'.split()
 called = [o for name in order for o in library if _stem(o)==name] # as you need them
 demo,messages = nbs/'05_demo.ipynb',nbs/'diagnosis'/'10_messages.ipynb'
 
