@@ -1,5 +1,6 @@
 "Makes benchmarks/README.md from the JSON files of the benchmarks: every number of a result comes from them"
 import json,re,textwrap
+from collections import Counter
 from pathlib import Path
 from benchmarks.accuracy import convergence,epsilon,published,scale_policy,short_fits,silent,survival
 from benchmarks.compatibility import compatibility,libraries
@@ -21,6 +22,18 @@ contents = {
 
 def stored(script): return json.loads(results(script.__file__).read_text())
 
+def _usual():
+    "Where most scripts ran: the machine, and the version of fastai"
+    found = [stored(o) for scripts in contents.values() for o in scripts]
+    return [Counter(r[k] for r in found if k in r).most_common(1)[0][0] for k in ('machine','fastai')]
+
+def _with_where(res):
+    "Results, and in what their machine and fastai differ from the usual ones"
+    on,version = _usual()
+    parts = [o for o in res.get('machine', '').split(', ') if o not in on.split(', ')]
+    if res.get('fastai', version)!=version: parts.append(f"fastai {res['fastai']}")
+    return {**res, 'where': ', '.join(parts)}
+
 def _link(title):
     "To a section of the page"
     anchor = re.sub(r'[^\w -]', '', title.lower()).replace(' ', '-')
@@ -38,7 +51,8 @@ def _on_a_gpu():
     over = gpu.ratios(stored(gpu), 'to_fp16_dynamic', 'fp32')
     rest = markdown.span(o for (m,_),o in over.items() if m==gpu.only_predictions)
     worst = f". Only `{gpu.only_predictions}`, which computes little else than logits, is at {rest}" if rest else ''
-    return f"""- **On a GPU**: {speed} times as many samples per second as in fp32, in {peak} of its memory{worst}
+    on = stored(gpu)['machine'].split(',')[0]+gpu.earlier(stored(gpu))
+    return f"""- **On a GPU** ({on}): {speed} times as many samples per second as in fp32, with {peak} times its peak memory{worst}
   ([more](#whole-trainings-on-a-gpu)).
 """
 
@@ -47,25 +61,23 @@ def _results():
     def survived(kind, to): return sum(r[to] for r in _rows(survival) if r['kind']==kind)
     ours,theirs = 'to_fp16_dynamic','to_fp16'
     n_hard = sum(r['kind']=='training' for r in _rows(survival))
-    ok,n = silent.rates(_rows(silent))['wrong']['cpu','fp16']
+    ok,n,_ = silent.worst(_rows(silent), 'wrong')
     ends = sum(map(published.ends, _rows(published)))
     bf16 = markdown.span(r['ours'][1] for r in _rows(bf16_cpu))
     fp16 = markdown.span((r['slower'][ours][1] for r in _rows(fp16_cpu)), '.0f')
-    pause = markdown.span((r['pause'] for r in stored(diagnosis)['by_depth']), '.0f')
-    warned,healthy = (len(doctor.warned(stored(doctor), o)) for o in ('hostile','healthy'))
-    n_hostile,n_healthy = (sum(r['kind']==o for r in _rows(doctor)) for o in ('hostile','healthy'))
+    paused = [r['pause'] for r in (*stored(diagnosis)['by_depth'], *_rows(published)) if r.get('reports', True)]
     cells,passed = (sum(r['passed'][o] for r in _rows(compatibility)) for o in ('plain',ours))
     programs,run = (len(libraries.ran(_rows(libraries), o)) for o in ('plain','fp16'))
     return f"""- **Everyday trainings**: {convergence.claim(stored(convergence))} ([more](#whole-trainings)).
 - **Trainings that are hard for fp16**: {survived('training', ours)} of {n_hard} end as in fp32, and {survived('training', theirs)} with
   `to_fp16` ([more](#what-survives)). Of {len(_rows(published))} failures that people have published, {ends} do
   ([more](#published-failures)).
-- **Random programs that fp16 makes finite but wrong**: {ok} of {n} end as in fp32 ([more](#finite-but-wrong)).
+- **Random programs that half precision makes finite but wrong**: in the worst of four settings, {ok} of {n} end as in fp32
+  ([more](#finite-but-wrong)).
 {_on_a_gpu()}- **On a CPU**: bf16 is {bf16} times as fast as fp32, if the CPU has instructions for it ([more](#bf16-on-a-cpu)).
   In fp16, convolutional networks take {fp16} times as long as in fp32 ([more](#fp16-convolutions-on-a-cpu)).
-- **When a layer moves to fp32**, the fit pauses once, for as long as {pause} steps take ([more](#healing)).
-- **The doctor** warns about {warned} of {n_hostile} models that fail in fp16, and about {healthy} of {n_healthy} healthy ones
-  ([more](#the-doctor)).
+- **When a layer moves to fp32**, the fit pauses once, for as long as {markdown.span(paused, '.0f')} steps take ([more](#healing)).
+- **The doctor** {doctor.claim(stored(doctor)).removeprefix('`fp16_doctor` ')} ([more](#the-doctor)).
 - **Compatibility**: {passed} of {cells} cells of fastai's notebooks pass ([more](#fastais-own-notebooks)), and {run} of {programs} programs
   with other libraries run ([more](#programs-of-other-libraries))."""
 
@@ -76,11 +88,12 @@ How close does `to_fp16_dynamic` stay to fp32, and what does it cost? The result
 
 {results}
 
-Most trainings and models are cases of our own. The random programs, and the models and notebooks of others, are not. All
-times and memory were measured on a CPU, except for [Whole trainings on a GPU](#whole-trainings-on-a-gpu).
+Most trainings and models are cases of our own. The random programs, and the models and notebooks of others, are not.
+
+Setup, unless a section says otherwise: {machine}, fastai {fastai}. Everything that ran on a GPU ran on one {gpu}.
 
 Contenders take turns in one process, so that changes in the speed of the machine affect all of them. Times are medians, with quartiles in
-parentheses. A ratio is the median of the ratios within each round."""
+parentheses. A ratio of times is the median of the ratios within each round, unless a section says otherwise."""
 
 def _scripts(sections):
     "A table of the scripts, and how to run them"
@@ -112,8 +125,9 @@ def _wrapped(block):
 
 def make():
     "The text of benchmarks/README.md"
-    sections = {o: o.section(stored(o)) for scripts in contents.values() for o in scripts}
-    parts = [intro.format(results=_results())]
+    sections = {o: o.section(_with_where(stored(o))) for scripts in contents.values() for o in scripts}
+    on,version = _usual()
+    parts = [intro.format(results=_results(), machine=on, fastai=version, gpu=stored(gpu)['machine'].split(',')[0])]
     for group,scripts in contents.items(): parts += [f'## {group}', *map(sections.get, scripts)]
     parts.append(_scripts(sections))
     return '\n\n'.join(map(_wrapped, re.split(r'\n{2,}', '\n\n'.join(parts))))+'\n'

@@ -76,7 +76,6 @@ def render(nb, site):
         res = os.path.relpath(path, (site/to).parent)
         widths[res] = int.from_bytes(png[16:20], 'big')*3//5 # of 200 dots per inch: makes its 10 points as large as the text
         return res
-    def enlargeable(m): return f'[{m[0]}'+(f'{{ width="{widths[m[2]]}" }}' if m[2] in widths else '')+f']({m[2]})' # by a tap
     first,*rest = blocks(nb, picture, lambda s: linked(s, nb), lambda cell: (linked(o, nb) for o in exported(cell, module)), _unsearched)
     is_inside = False
     for i,o in enumerate(rest): # the contents of a page name what you call, and of the rest the headings
@@ -84,7 +83,12 @@ def render(nb, site):
         if is_inside and o.startswith('### `'): rest[i] = f'#{o}'
     text = '\n\n'.join([_with_files(first, nb, module), *rest])
     text = re.sub('^```(python|text)$', r'```{ .\1 data-search-exclude="true" }', text, flags=re.M) # a search is for what is said
-    return re.sub(r'^!\[([^]]*)\]\(([^)]*)\)$', enlargeable, text, flags=re.M)
+    return enlargeable(text, widths)
+
+def enlargeable(text, widths):
+    "The Markdown `text` with links from pictures to their files, so that a tap enlarges them, and with the widths that are known"
+    def link(m): return f'[{m[0]}'+(f'{{ width="{widths[m[2]]}" }}' if m[2] in widths else '')+f']({m[2]})'
+    return re.sub(r'^!\[([^]]*)\]\(([^)]*)\)$', link, text, flags=re.M)
 
 def _with_files(opening, nb, module):
     "The opening of a page, with the module and the notebook that it is of after title and subtitle"
@@ -143,23 +147,25 @@ def _know(nb):
 
 def title(nb): return re.search(r'^# (.*)', read_nb(nb).cells[0].source)[1]
 
-order = 'learner callback checkpoint speed doctor report ask history headroom messages clip optimizer plan scaler swap'.split() # as needed
-called = [o for name in order for o in library if _stem(o)==name]
+order = 'learner callback checkpoint speed doctor report ask history headroom compare messages clip optimizer plan scaler swap'.split()
+called = [o for name in order for o in library if _stem(o)==name] # as you need them
+demo,messages = nbs/'05_demo.ipynb',nbs/'diagnosis'/'10_messages.ipynb'
+
 short = {'reference': 'All calls', 'libraries': 'Other libraries', 'overview': 'Overview'} # names in the menu
 
 def _nav():
     "What stands in the menu: a tab for each thing that a reader may want"
     def named(nbs): return [{short.get(_stem(o)) or re.sub('^From |`', '', title(o)): pages[o]} for o in nbs]
     def sources(folder): return [{str(o.relative_to(root/folder)): pages[o]} for o in scripts if root/folder in o.parents]
-    def inside(f): return named(o for o in library if o.parent==nbs/f and o not in called)
+    def inside(f): return named(o for o in library if o.parent==nbs/f and o not in (*called,demo))
     how_to = [practice, *(o for o in guides if o not in placed), *(o for o in tutorials if _stem(o)=='libraries')]
     for_readers = [*named([architecture]), *({f: inside(f)} for f in folders[:-1] if inside(f)), *inside('.')]
     return [
         {'Start': pages[index]},
-        {'Tutorials': named(o for o in tutorials if o not in how_to)},
-        {'How-to': [*named(how_to), {'Moving from …': named(moving)}]},
-        *named([troubleshooting]),
-        {'API': [*named([reference]), {'For training': named(called)}, {'Inside': for_readers}]},
+        {'Tutorials': named([*(o for o in tutorials if o not in how_to), demo])},
+        {'How-to': [*named(how_to), {'Moving': named(moving)}]},
+        {'Troubleshooting': named([troubleshooting, messages])},
+        {'API': [*named([reference]), {'For training': named(o for o in called if o!=messages)}, {'Inside': for_readers}]},
         {'Project': [{'Contributing': pages[contributing]}, {'Changelog': 'CHANGELOG.md'}, {'Benchmarks': 'benchmarks.md'},
                      *named([faults]), {'Source': [{o: sources(o)} for o in (lib,'benchmarks','examples')]}]}]
 
@@ -198,7 +204,7 @@ def with_meta(text, path):
     search = dict(exclude=True) if is_source else dict(boost=weight(path))
     meta = dict(description=of_source(path) if is_source else described(text), search=search)
     if is_source: meta['hide'] = ['toc'] # room for the lines
-    if path in (index,troubleshooting): meta['hide'] = ['navigation'] # a tab of one page
+    if path==index: meta['hide'] = ['navigation'] # a tab of one page
     return f'---\n{yaml.safe_dump(meta, allow_unicode=True, sort_keys=False)}---\n\n{text}'
 
 def boxed(html):
@@ -262,7 +268,7 @@ def build(out):
             (site/to).parent.mkdir(exist_ok=True, parents=True)
             if path.suffix=='.ipynb': text = render(path, site)
             elif path.suffix=='.py': text = _source(path)
-            else: text = linked(path.read_text(), path)
+            else: text = enlargeable(linked(path.read_text(), path), {})
             (site/to).write_text(with_meta(text, path))
         for path,to in files.items():
             (site/to).parent.mkdir(exist_ok=True, parents=True)

@@ -53,19 +53,22 @@ def table(res):
 
 def section(res):
     n,base = len(groups(res))//len(precisions),written(res['rows'][0]['eps'])
-    of = {(written(o['eps']),o['precision']): f"{o['better'] or 'none'} better and {o['worse'] or 'none'} worse" for o in res['counts']}
-    others = dict.fromkeys(eps for eps,_ in of)
-    claims = ' '.join(f"With {o}, {of[o,'to_fp16_dynamic']} in fp16, and {of[o,'to_fp32']} in fp32." for o in others)
+    of = {(written(o['eps']),o['precision'].split('_')[1]): o for o in res['counts']}
+    def many(eps, how):
+        counts = {k: of[eps,k][how] for k in ('fp16','fp32')}
+        return ' and '.join(f'{o} in {k}' for k,o in counts.items()) if any(counts.values()) else 'none'
+    def claim(eps): return (f"With {eps}, {many(eps, 'better')} ended significantly better than with {base}, and {many(eps, 'worse')} "
+                            "significantly worse.")
     told = [r for rows in groups(res).values() if any(difference(o, rows[0])[2] for o in rows[1:]) for r in rows]
+    claims = ' '.join(map(claim, dict.fromkeys(eps for eps,_ in of)))
     title = f'The significant ones (bold): metric ± standard deviation with {base}, and differences from it ± standard error'
     shown = '\n\n'+markdown.folded(title, table(dict(rows=told))) if told else ''
     return f"""### Adam's eps
 
-How many of {n} trainings with `AdamW16` end significantly better or worse than with an eps of {base}? {claims}
-All other differences may be chance.
+We ran {n} trainings with several values of `AdamW16`'s eps. {claims} All other differences may be chance.
 
-The trainings, the test of significance and the number of seeds are those of [Whole trainings](#whole-trainings). {res['machine']}, fastai
-{res['fastai']}.{shown}"""
+The trainings, the test of significance and the number of seeds are those of [Whole trainings](#whole-trainings).
+{markdown.ran(res)}{shown}"""
 
 def main(args=None):
     p = parser(__file__, __doc__, seeds=(5,'number of seeds, at least two'), only=(trainings,'which trainings'))

@@ -364,7 +364,7 @@ no module, ours is the one whose code overflows. [published.py](accuracy/publish
 
 These are failures in fp16 that people have reported, rebuilt with the code of transformers and timm, in tiny models with random weights.
 Before step {at+1} of {res['steps']}, the weights change so that the numbers of the report occur in the module that it names.
-{res['machine']}, {markdown.versions(res['libraries'])}.
+{markdown.ran(res, markdown.versions(res['libraries']))}
 
 {markdown.folded('Each failure, and how to read the columns', details)}"""
 

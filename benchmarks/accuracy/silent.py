@@ -2,9 +2,11 @@
 
 A program of [families.py](families.py) is *wrong* if plain half precision ends with more than 1.5 times the loss of fp32, and with the part
 at fault in fp32 within 1.2 times that; it is *healthy* if plain half precision ends within 1.1, with no loss scale below 1. Plain half
-precision is autocast with a loss scale, without anything that this package finds. All are trained with `fit_one_cycle`."""
+precision is autocast with a loss scale, without anything that this package finds. All are trained with `fit_one_cycle`.
+silent_gpu.json has the rows of three runs on a GPU (`--habits cpu`, from the seeds in it), whose habits are called "cuda" there."""
 import gc,json,subprocess,sys,time,warnings
 from collections import defaultdict
+from pathlib import Path
 import torch
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')
@@ -136,7 +138,7 @@ def counted(rows, kind, habits, k):
     "The rows of this kind in one column"
     return [r for r in rows if r['kind']==kind and r.get('habits','cpu')==habits and r.get(k, {}).get('counts')]
 
-columns = {(habits,k): f'{k}{also}' for habits,also in (('cpu',''),('as_cuda',", CUDA's habits")) for k in ways}
+columns = {(habits,k): f'{k}{also}' for habits,also in (('cpu',''),('as_cuda',", CUDA's lists")) for k in ways}
 
 def rates(rows):
     "By kind and column, how many programs are as they should be, and how many there are"
@@ -149,23 +151,37 @@ def n_families(rows, kind):
     "How many families the programs of this kind are from"
     return len({r['family'] for r in rows if r['kind']==kind and 'family' in r})
 
+def worst(rows, kind):
+    "The setting in which the fewest programs are as they should be: how many, of how many, and its name"
+    (ok,n),setting = min(((o,columns[c]) for c,o in rates(rows)[kind].items() if o[1]), key=lambda o: o[0][0]/o[0][1])
+    return ok,n,setting
+
 def claim(rows):
-    "The rates in a sentence"
-    def share(kind, what):
-        (ok,n),column = min(((o,columns[c]) for c,o in rates(rows)[kind].items() if o[1]), key=lambda o: o[0][0]/o[0][1])
-        return f'{ok} of {n} {what} ({ok/n:.1%})',column
-    (wrong,its),(healthy,theirs) = (share('wrong', 'random programs'),share('healthy', 'healthy programs'))
-    return (f"In the worst column of the table ({its}), {wrong} that half precision makes wrong without an infinity end as in fp32, "
-            f"with most layers in half precision. In the worst one for healthy programs ({theirs}), {healthy} train without a warning")
+    "The rates in sentences"
+    (ok,n,setting),(fine,healthy,also) = worst(rows, 'wrong'),worst(rows, 'healthy')
+    quiet = 'All healthy programs' if fine==healthy else f'Of the healthy ones, {fine} of {healthy} in the worst setting ({also})'
+    return (f"Of the random programs that half precision makes wrong without an infinity, {ok} of {n} ({ok/n:.1%}) end as in fp32 in the "
+            f"worst setting ({setting}), with most layers in half precision. {quiet} train without a warning")
+
+def on_a_gpu(res):
+    "What became of the programs that ran on a GPU, in a sentence"
+    rows = {(kind,k): counted(res['rows'], kind, 'cuda', k) for kind in kinds for k in ways}
+    def count(kind, k):
+        oks = [r[k]['ok'] for r in rows[kind,k]]
+        return f"{'all' if all(oks) else f'{sum(oks)} of'} {len(oks)} in {k}"
+    wrong,healthy = (markdown.listed(count(kind, k) for k in ways) for kind in ('wrong','healthy'))
+    return (f"Fewer programs ran on a GPU ({res['machine']}). Of those that half precision makes wrong, {wrong} end as in fp32; of the "
+            f"healthy ones, {healthy} train without a warning")
 
 def table(rows):
     "A Markdown table of the rates"
-    what = dict(wrong='wrong ones that end as in fp32', healthy='healthy ones of which nothing is said')
-    def line(kind): return what[kind],*(f'{ok} of {n} ({ok/n:.1%})' if n else '–' for ok,n in rates(rows)[kind].values())
-    return markdown.table(['', *columns.values()], map(line, what))
+    what = dict(wrong='wrong programs that end as in fp32', healthy='healthy programs without a warning')
+    def cell(ok, n): return f'{ok} of {n} ({ok/n:.1%})' if n else '–'
+    lines = ((name, *(cell(*rates(rows)[kind][o]) for kind in what)) for o,name in columns.items())
+    return markdown.table(['setting', *what.values()], lines)
 
 def by_family(rows):
-    "A Markdown table of families that have programs which are not as they should be"
+    "A Markdown table of families that have programs that are not as they should be"
     bad = defaultdict(list)
     for kind in kinds:
         for habits,k in columns:
@@ -174,22 +190,25 @@ def by_family(rows):
     return markdown.table(['family','kind','programs','that fail'], lines, 'llr')
 
 def section(res):
-    rows = res['rows']
+    rows,gpu = res['rows'],json.loads(Path(__file__).with_name('silent_gpu.json').read_text())
     return f"""### Finite but wrong
 
 {claim(rows)}.
 
 {table(rows)}
 
+{on_a_gpu(gpu)}.
+
 The programs are small trainings, drawn at random from {n_families(rows, 'wrong')} families of wrong ones and
 {n_families(rows, 'healthy')} of healthy ones ([families.py](accuracy/families.py)): from the size of numbers to the optimizer. We chose the
-families, but not the programs. "CUDA's habits" are CUDA's lists of autocast, on a CPU. {res['machine']}, fastai {res['fastai']}.
+families, but not the programs. "CUDA's lists" means that the CPU follows CUDA's autocast lists. {markdown.ran(res)}
 
 - A program is **wrong** if plain half precision ends with more than {is_wrong} times the loss of fp32, and within {is_mended} times with
   the part at fault in fp32. It **ends as in fp32** if its loss is within {is_right} times, a report names what stays in fp32, and
   {left_in_half:.0%} of its layers (or all but one) remain in half precision.
-- A program is **healthy** if plain half precision ends within {is_healthy} times the loss of fp32, with no loss scale below 1.
+- A program is **healthy** if plain half precision ends within {is_healthy} times the loss of fp32, with no loss scale below 1. **Without a
+  warning** also means that no layer moves to fp32.
 
-{markdown.folded('Families with programs that fail this test, in all four columns', by_family(rows))}"""
+{markdown.folded('Programs that fail these tests, by family, summed over the four settings', by_family(rows))}"""
 
 if __name__=='__main__': main()

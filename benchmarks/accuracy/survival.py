@@ -196,14 +196,14 @@ def section(res):
     return f"""### What survives
 
 Of {len(hard)} trainings that are hard for fp16, {kept(hard, ours)} survive with `to_fp16_dynamic`, {kept(hard, 'to_fp16')} with `to_fp16`,
-and {kept(hard, old)} with fastai's older `to_non_native_fp16`. Of {len(events)} events in a fit, {kept(events, ours)},
-{kept(events, 'to_fp16')} and {kept(events, old)}.
+and {kept(hard, old)} with fastai's older `to_non_native_fp16`. Of {len(events)} events in a fit, such as Ctrl-C or an infinite batch, fits
+survive {kept(events, ours)}, {kept(events, 'to_fp16')} and {kept(events, old)} of them, respectively.
 
 We chose these cases ourselves. In everyday training, `to_fp16` usually works, and [random programs](#finite-but-wrong) are the better
 evidence.
 
-A training survives if it ends within 0.05 of fp32's accuracy or R² (one seed). The CPU has CUDA's lists of autocast here: it computes sums,
-`exp` and norms in fp32, and refuses `BCELoss`. {res['machine']}, fastai {res['fastai']}.
+A training survives if it ends within 0.05 of fp32's accuracy or R² (one seed). The CPU follows CUDA's autocast lists here: it computes
+sums, `exp` and norm layers in fp32, and refuses `BCELoss`. {markdown.ran(res)}
 
 {markdown.folded(f'The {len(hard)} trainings', table('training', hard))}
 

@@ -186,7 +186,7 @@ These cells pass unchanged, but not with this package:
 {differing(res)}
 
 These are all notebooks of fastai that build learners. Each runs unchanged, and once per precision with every new learner in half precision.
-{res['machine']}, fastai {res['fastai']}, notebooks of version {res['checkout']}.
+{markdown.ran(res, f"notebooks of version {res['checkout']}")}
 
 {markdown.folded('Test cells of the notebooks', table(res))}"""
 

@@ -153,7 +153,7 @@ def section(res):
 The programs are small trainings with optimizers (by fastai's `OptimWrapper`), models, losses and callbacks, learning rate searches and
 exports. Each runs unchanged in fp32, and with every learner in half precision. Where fp16 fails, `masked_fill` raises an error, or
 activations or gradients overflow. Some modules of fastxtend, which was made for fastai 2.7, import names that fastcore and PyTorch have
-removed since, and run with these names restored. {res['machine']}, fastai {res['fastai']}.
+removed since, and run with these names restored. {markdown.ran(res)}
 
 {markdown.folded(summary, table(res))}""".rstrip()
 

@@ -248,12 +248,12 @@ def _of_reports(res):
 A fit that can run batches again takes {res['fit_with_over_without']:.3f} times as long as one with `rerun=False`, if no batch has to run
 again.
 
-In the 1st, 8th, 40th, 104th step and so on, with gaps that double up to 256, and in the first batch of a validation, the model also runs
-in fp32, to see whether it predicts the same. Such a comparison takes as long as {look} steps, which are part of the time above. A full
-report, with a row for each module (`learn.diagnose_fp16()`), takes as long as {report} steps.
+The 1st, 8th, 40th, 104th and 232nd step of a fit, later one in 256, and the first batch of each validation also run in fp32, to see whether
+the predictions are the same. Such a comparison takes as long as {look} steps, which are part of the time above. A full report, with a
+row for each module (`learn.diagnose_fp16()`), takes as long as {report} steps.
 
 The model has {res['depth']} linear layers of width {res['width']}. A fit has {res['steps']} steps of {res['ms_per_step']:.1f} ms at batch
-size {res['bs']}. {res['machine']}, {res['rounds']} rounds."""
+size {res['bs']}. {markdown.ran(res, f"{res['rounds']} rounds")}"""
 
 def _of_healing(res):
     after,over,rows = res['afterwards'],res['afterwards']['over'],res['by_depth']
@@ -267,7 +267,7 @@ Healing pauses a fit for as long as {markdown.span((r['pause'] for r in rows), '
 {markdown.span((r['in_half']/r['layers'] for r in rows), '.0%')} of the layers still compute in half precision.
 
 The models are transformers of small blocks, each with six linear layers. In the first batch, numbers beyond 65504 occur in the middle
-block, or in all blocks. Numbers are medians of {res['fits']} fits; the deepest model ran once. {res['machine']}.
+block, or in all blocks. Numbers are medians of {res['fits']} fits; the deepest model ran once. {markdown.ran(res)}
 
 {markdown.folded('Each fault: additional forward passes / pause in steps / layers left in half precision', depth_table(rows))}
 
@@ -282,15 +282,16 @@ block, or in all blocks. Numbers are medians of {res['fits']} fits; the deepest 
 
 def _of_memory(res):
     peaks = {k: top for k,(_,top) in res['memory'].items()}
-    ratio = {k: peaks[k]/peaks['fit'] for k in ('diagnosis','report')}
+    def ratio(k, to): return f'{peaks[k]/peaks[to]:.2f}'
     return f"""### Memory of a diagnosis
 
-A batch that is diagnosed and healed raises the peak memory of the process to {ratio['diagnosis']:.2f} times that of a fit in fp16, and a
-report to {ratio['report']:.2f} times: both also run the batch in fp32, whose activations take twice as much.
+The peak memory of a process in which a batch is diagnosed and healed is {ratio('diagnosis', jobs[0])} times that of a fit in fp16, and
+{ratio('diagnosis', jobs[1])} times that of one in fp32; with a report, it is {ratio('report', jobs[0])} and
+{ratio('report', jobs[1])} times. Both also run the batch in fp32, whose activations take twice as much memory.
 
 The model has four blocks (a linear layer, a ReLU, and squares in the block's own code), whose activations have
 {res['samples']*64*4/2**20:.0f} MiB each in fp32. A fit has four steps in its own process. In "diagnosis", a batch overflows in the first
-block. "Report" is `learn.diagnose_fp16()` after a fit. "Added" excludes what the process took before the fit. {res['machine']}.
+block. "Report" is `learn.diagnose_fp16()` after a fit. "Added" excludes what the process took before the fit. {markdown.ran(res)}
 
 {memory_table(res['memory'])}"""
 

@@ -192,8 +192,9 @@ def warned(res, kind, bad=True):
 def claim(res):
     "How often the doctor is right, in a sentence"
     healthy,hostile = (sum(r['kind']==k for r in res['rows']) for k in ('healthy','hostile'))
+    false = f'{n} of' if (n := len(warned(res, 'healthy'))) else 'none of the'
     return (f"`fp16_doctor` warns about {len(warned(res, 'hostile'))} of {hostile} models that are hostile to fp16, and about "
-            f"{len(warned(res, 'healthy'))} of {healthy} healthy ones")
+            f"{false} {healthy} healthy ones")
 def times(res):
     "Markdown: the time of the doctor in training steps, by model"
     return '\n'.join(f"- {k}: {markdown.with_quartiles(q, '.1f')} steps" for k,q in res['in_steps'].items())
@@ -207,7 +208,7 @@ def section(res):
 The others fit into fp16 in the one batch that the doctor runs. What only a later batch meets, the fit finds then, without losing it.
 
 The models have fresh weights, and get a batch of noise. The hostile ones are the trainings of [hostile.py](shared/hostile.py), hazards of a
-few lines, and three architectures that fail in fp16 (DeBERTa, LongT5, Swin v2). {res['machine']}; {markdown.versions(res['libraries'])}.
+few lines, and three architectures that fail in fp16 (DeBERTa, LongT5, Swin v2). {markdown.ran(res, markdown.versions(res['libraries']))}
 
 {markdown.folded('Models by their worst finding (without findings about optimizer and device)', table(res))}
 

@@ -62,7 +62,7 @@ Before a step that accumulates the gradients of {n} batches of {most['batch_size
 that they can run again, and peak memory grows by {mib['peak']}.
 
 Up to 1 GiB is kept. Beyond that, the batches are freed, and a step that overflows is skipped. The images have 3 × {size} × {size}
-numbers in fp32. The increase is relative to `to_fp16_dynamic(rerun=False)`. {res['machine']}.
+numbers in fp32. The increase is relative to `to_fp16_dynamic(rerun=False)`. {markdown.ran(res)}
 
 {table(res)}"""
 

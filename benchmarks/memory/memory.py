@@ -90,8 +90,9 @@ def table(res):
 
 def table_large(res):
     "A Markdown table of peaks in multiples of fp32's, and in MiB"
-    rows = [line([r['part'], *(f"{r['over_fp32'][o]:.2f} ({r['mib'][o]:.0f})" for o in large_contenders)]) for r in res['large']]
-    return '\n'.join([line(['peak / fp32 (MiB)', *(f'`{o}`' for o in large_contenders)]), '| --- |'+' --: |'*len(large_contenders), *rows])
+    parts = [r['part'] for r in res['large']]
+    lines = ((f'`{o}`', *(f"{r['over_fp32'][o]:.2f} ({r['mib'][o]:.0f})" for r in res['large'])) for o in large_contenders)
+    return markdown.table(['peak / fp32 (MiB)', *parts], lines)
 
 def _of_large(res):
     bs,seq,words = res['predictions']
@@ -103,7 +104,7 @@ memory: the step reaches {span('step 1')} times the peak of fp32, and the valida
 (`rerun=False`), it is {without} times.
 
 The model is an embedding and a linear layer, and predicts {bs} × {seq} × {words:,} numbers. The peak is what the step or the validation
-adds to that of the process. {res['machine']}."""
+adds to that of the process. {markdown.ran(res)}"""
 
 def section(res):
     def span(k): return markdown.span(r[k] for r in res['rows'])
@@ -121,7 +122,7 @@ With `to_bf16_dynamic`, three training steps add {span('to_bf16_dynamic')} times
 add {span('to_fp32')} times, and with fastai's `to_bf16` {span('to_bf16')} times: `AdamW16` is fused, and makes no temporary copies.
 
 The model is an MLP with {res['parameters']/1e6:.0f}M parameters. fastai's own classes run with `Adam` and `GradientClip`, this package with
-`AdamW16` and `GradientNormClip`. {res['machine']}.
+`AdamW16` and `GradientNormClip`. {markdown.ran(res)}
 
 {table(res)}{of_large}"""
 

@@ -36,6 +36,14 @@ def versions(
     "Libraries with their versions"
     return ', '.join(f'{k} {v}' for k,v in libraries.items())
 
+def ran(
+    res:dict, # Results, whose `where` is what differs from what the page says at its top
+    *more # What else to say: phrases
+):
+    "Where and how something ran, as a line; nothing if there is nothing to say"
+    said = ', '.join(filter(None, (res['where'],*more)))
+    return f'Setup: {said}.' if said else ''
+
 def folded(
     title, # The line to click on
     text # Markdown

@@ -48,24 +48,26 @@ def measure(name, model, shape, bs, steps, rounds):
 
 def table(*results):
     "A Markdown table of one or more measurements"
-    shown = 'fastai in fp32','`to_bf16_dynamic`','PyTorch loop in fp32','PyTorch loop with autocast'
-    head = ['model', 'batch', 'bf16 instructions', *(f'{k}, ms' for k in shown), '× fp32, `to_bf16_dynamic`', '× fp32, autocast']
-    def line(res, r):
-        times,speedups = [f"{r['ms'][k][1]:.0f}" for k in contenders],[f'{r[k][1]:.2f}' for k in ('ours','by_hand')]
-        has = 'not used' if res['limited_to'] else 'used'
-        return f"{r['model']}, {r['parameters']/1e6:.0f}M parameters",'×'.join(map(str, r['batch'])),has,*times,*speedups
-    return markdown.table(head, (line(res, r) for res in results for r in res['rows']), 'lllr')
+    shown = 'fp32','`to_bf16_dynamic`','PyTorch loop, fp32','PyTorch loop, autocast'
+    def cells(r):
+        times,speedups = [f"{r['ms'][k][1]:.0f}" for k in contenders],['1.00',f"{r['ours'][1]:.2f}",'1.00',f"{r['by_hand'][1]:.2f}"]
+        return [f'{over} ({ms})' for over,ms in zip(speedups, times)]
+    def line(res, r): return r['model'],'not used' if res['limited_to'] else 'used',*cells(r)
+    return markdown.table(['speed / fp32 (ms)', 'bf16 instructions', *shown], (line(res, r) for res in results for r in res['rows']), 'llr')
 
 def section(res):
     "With the results of a CPU without instructions for bf16, which have a file of their own"
     without = json.loads(Path(__file__).with_name('bf16_cpu_without.json').read_text())
     def speed(res, k='ours'): return markdown.span(r[k][1] for r in res['rows'])
+    def size(r):
+        return f"the {r['model']} has {r['parameters']/1e6:.0f}M parameters and batches of {'×'.join(map(str, r['batch']))}"
     return f"""### bf16 on a CPU
 
 On a CPU with instructions for bf16, training with `to_bf16_dynamic` is {speed(res)} times as fast as in fp32, and {speed(res, 'by_hand')}
 times with plain autocast. On one without them, it is {speed(without)} times as fast, and `fp16_doctor` warns you.
 
-For the second measurement, the same CPU did not use these instructions (`ONEDNN_MAX_CPU_ISA={without['limited_to']}`). {res['machine']}.
+For the second measurement, the same CPU did not use these instructions (`ONEDNN_MAX_CPU_ISA={without['limited_to']}`). Here,
+{markdown.listed(map(size, res['rows']))}. {markdown.ran(res)}
 
 {table(res, without)}"""
 

@@ -29,14 +29,15 @@ def measure(name, a):
         return dict(model=name, width=sizes[name], contender=k, compiled=compiled, ms=milliseconds(t), **ratios)
     return [row(*k, t) for k,t in times.items()]
 
+short = {hand: 'PyTorch loop', fastais: '`to_fp16`, fused AdamW', own: '`to_fp16_dynamic`'}
 def table(res):
     "A Markdown table"
     of = {(r['model'],r['contender'],r['compiled']): r for r in res['rows']}
     def cell(model, k):
         compiled,plain = of[model,k,True],of[model,k,False]
-        return f"{compiled['ms'][1]:.1f} of {plain['ms'][1]:.1f} ({compiled['over_uncompiled'][1]:.2f})"
+        return f"{compiled['over_uncompiled'][1]:.2f} ({compiled['ms'][1]:.1f} of {plain['ms'][1]:.1f})"
     lines = ((shown(model), *(cell(model, k) for k in stacks)) for model in dict.fromkeys(r['model'] for r in res['rows']))
-    return markdown.table(['ms per step, compiled of uncompiled (ratio)', *map(shown, stacks)], lines)
+    return markdown.table(['compiled / uncompiled (ms)', *short.values()], lines)
 
 def section(res):
     ours = [r for r in res['rows'] if r['compiled'] and r['contender']==own]
@@ -47,7 +48,7 @@ With `torch.compile`, a step with `to_fp16_dynamic` takes {markdown.span(r['over
 {markdown.span((r['over_hand'][1] for r in ours), '.3f')} times as long as in a PyTorch loop written by hand.
 
 The models and the loop are those of [Time per step](#time-per-step), with widths of {widths}, compiled by {res['backend']}.
-{res['machine']}, {res['rounds']} rounds of {res['steps']} steps at batch size {res['batch_size']}.
+{markdown.ran(res, f"{res['rounds']} rounds of {res['steps']} steps at batch size {res['batch_size']}")}
 
 {table(res)}"""
 

@@ -35,18 +35,17 @@ def measure(name, make, size, bs, steps, rounds):
 
 def table(res):
     "A Markdown table"
-    head = ['network','batch', *(f'`{k}`, ms' for k in modes), *(f'`{k}` / `to_fp32`' for k in modes[1:])]
     def line(r):
-        times,slower = [markdown.with_quartiles(r['ms'][k], '.0f') for k in modes],[f'{q[1]:.2g}' for q in r['slower'].values()]
-        return r['network'],f"{r['bs']}×3×{r['size']}×{r['size']}",*times,*slower
-    return markdown.table(head, map(line, res['rows']), 'llr')
+        slower = '1',*(f'{q[1]:.2g}' for q in r['slower'].values())
+        return r['network'],f"{r['bs']}×3×{r['size']}×{r['size']}",*(f"{o} ({r['ms'][k][1]:.0f})" for k,o in zip(modes, slower))
+    return markdown.table(['time / fp32 (ms)','batch', *(f'`{k}`' for k in modes)], map(line, res['rows']), 'llr')
 
 def section(res):
     slower = markdown.span((r['slower']['to_fp16_dynamic'][1] for r in res['rows']), '.2g')
     return f"""### fp16 convolutions on a CPU
 
 On a CPU, a step of a convolutional network in fp16 takes {slower} times as long as in fp32. PyTorch has no fast kernels for it there, and
-the first fit warns you. {res['machine']}, {'with' if res['bf16'] else 'without'} instructions for bf16.
+the first fit warns you. {markdown.ran(res, f"{'with' if res['bf16'] else 'without'} instructions for bf16")}
 
 {table(res)}"""
 

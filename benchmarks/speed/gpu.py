@@ -242,13 +242,15 @@ def chart(res, fname):
     "Draw throughput relative to fastai's `to_fp16`: a panel for each batch size, a group of bars for each model"
     sizes,ms,names = (res['arguments'][k] for k in ('bs','models','contenders'))
     names = [c for c in names if c!='to_fp16']
+    over = {c: ratios(res, c, 'to_fp16') for c in names}
     h,ys = 1/(len(names)+1),range(len(ms))
     _,axs = plt.subplots(1, len(sizes), figsize=(6*len(sizes)+2, 1+0.18*len(ms)/h), sharey=True, squeeze=False, layout='constrained')
     for ax,bs in zip(axs[0], sizes):
         for j,c in enumerate(names):
-            at = {r['model']: r.get('over_to_fp16') for r in res['rows'] if (r['bs'],r['contender'])==(bs,c)}
-            bars = ax.barh([y+(j-len(names)/2+.5)*h for y in ys], [at[m] or 0 for m in ms], .9*h, label=c)
-            ax.bar_label(bars, [f'{at[m]:.2f}' if at[m] else '–' for m in ms], padding=2, fontsize=7)
+            at = [over[c].get((m,bs), 0) for m in ms]
+            bars = ax.barh([y+(j-len(names)/2+.5)*h for y in ys], at, .9*h, label=c)
+            on_line = dict(fc='w', ec='none', pad=.8) # so that a label can be read where the line is
+            ax.bar_label(bars, [f'{o:.2f}' if o else '–' for o in at], padding=2, fontsize=7, bbox=on_line)
         ax.axvline(1, color='k', lw=1)
         ax.set(title=f'batch size {bs}', xlabel="samples per second, relative to fastai's to_fp16", yticks=ys, yticklabels=ms)
         ax.margins(x=.08)
@@ -270,7 +272,8 @@ def _throughput(res):
     (name,first),*rest = found.items()
     many = markdown.listed([f'{first} times as many samples per second as {name}', *(f'{o} times as many as {k}' for k,o in rest)])
     peak = f" Its peak memory is {markdown.span(over('fp32', 'peak_mib'))} times that of fp32." if over('fp32', 'peak_mib') else ''
-    return f"`to_fp16_dynamic` trains {many}.{peak}"
+    but = f' (`{only_predictions}` left out, see below)' if only_predictions in res['arguments']['models'] else ''
+    return f"`to_fp16_dynamic` trains {many}{but}.{peak}"
 
 def _batch_norms(res):
     "What they cost in bf16"
@@ -284,7 +287,13 @@ with batches of {bs}, `resnet50` trains {fp16:,.0f} samples per second in fp16, 
 def _optimizer(res):
     "Where the gain over `to_fp16` comes from"
     if ratios(res, 'to_fp16_dynamic', 'to_fp16_fused'):
-        yield "**A fused optimizer** makes most of the difference from fastai's `to_fp16`: `AdamW16` is one, and `Adam` is not."
+        yield """**A fused optimizer** makes most of the difference from fastai's `to_fp16`: `AdamW16` is one, and `Adam` is not.
+`to_fp16_fused` is `to_fp16` with a fused AdamW."""
+
+def compared(arguments):
+    "How many of the timed steps of a fit are compared with fp32, which happens in these"
+    first,steps = (arguments[k] for k in ('skip','steps'))
+    return sum(first<i<=first+steps for i in (1,8,40,104,*range(232, first+steps+1, 256)))
 
 def _compared(res):
     "How much longer steps take on average where one of them is compared with fp32, in a model of little else but predictions"
@@ -294,9 +303,11 @@ def _compared(res):
     def at(over): return markdown.listed(f'{o:.2f} times (batches of {bs})' for bs,o in sorted(over.items(), key=lambda o: o[1]))
     beside = {bs: o for (m,bs),o in ratios(res, 'to_fp16_dynamic', 'fp32').items() if m==model}
     fp32 = f', and {at(beside)} as many as in fp32' if beside else ''
-    yield f"""**Large predictions cost speed in a short fit.** `{model}`, which the numbers above leave out, computes little else than
-10,000 logits for each token, and one of its {res['arguments']['steps']} steps is compared with fp32. It trains {at(over)} as many
-samples per second as `to_fp16` with a fused AdamW{fp32}. A longer fit compares fewer of its steps, in the end one of 256."""
+    n,now = ({1: 'one', 2: 'two'}.get(o, o) for o in (res.get('compared', 1),compared(res['arguments'])))
+    also = '' if 'compared' in res else f' (this version compares {now})'
+    yield f"""**Large predictions cost speed in a short fit.** `{model}` computes little else than 10,000 logits for each token, and of its
+{res['arguments']['steps']} timed steps, {n} {'was' if n=='one' else 'were'} compared with fp32{also}. It trains {at(over)} as many samples
+per second as `to_fp16` with a fused AdamW{fp32}. A longer fit compares fewer of its steps, in the end one in 256."""
 
 def _caveats(res):
     "What a reader must know of these results"
@@ -343,6 +354,10 @@ def _in_all(res):
     bad = [f"`{r['contender']}` of `{r['model']}` with batches of {r['bs']}" for r in rows if not r['finite'] or r['skipped']]
     yield f"The loss is not finite, or steps were skipped: {', '.join(bad)}." if bad else 'All losses are finite, and no step was skipped.'
 
+def earlier(res):
+    "What to say of results that are of an earlier version of this package, which did not write how many steps are compared"
+    return '' if 'compared' in res else ', with an earlier version of this package'
+
 def section(res):
     return f"""### Whole trainings on a GPU
 
@@ -352,15 +367,17 @@ def section(res):
 
 {_items(_optimizer(res), _batch_norms(res), _compared(res), _caveats(res))}
 
+Setup: {res['machine']}{earlier(res)}. Ratios are those of medians over rounds, in table
+and picture. fp32 is PyTorch's default: convolutions use TF32, matrix products do not.
+
 `uv run python benchmarks/speed/gpu.py` trains whole models with fastai's `fit_one_cycle`, with this package, with Lightning and with
-Accelerate, from the same weights. It takes nine minutes on a large GPU. On a T4, use `--bs 8 32`. Ratios are those of medians.
-{res['machine']}.
+Accelerate, from the same weights. It takes nine minutes on a large GPU. On a small one, try smaller batches (`--bs 8 32`).
 
 {markdown.folded('All contenders: samples per second; peak memory in MiB', details(res))}"""
 
 def details(res):
     "What few readers look for"
-    return f"""![Throughput relative to fastai's to_fp16, by model and batch size](speed/gpu.png)
+    return f"""![Samples per second relative to fastai's to_fp16, by model and batch size](speed/gpu.png)
 
 {table_of_all(res)}
 
@@ -390,7 +407,7 @@ def main(args=None):
             print(*map(line, new), sep='\n', flush=True)
             rows,todo = rows+new,todo-1
             keys,ours = ('model','bs','over_to_fp16','peak_over_to_fp16'),[r for r in rows if r['contender']=='to_fp16_dynamic']
-            res = dict(machine=machine(), versions=versions, arguments={**vars(a), 'out':a.out.name}, rows=rows,
+            res = dict(machine=machine(), versions=versions, arguments={**vars(a), 'out':a.out.name}, rows=rows, compared=compared(vars(a)),
                        minutes=(time.perf_counter()-start)/60, ours_over_to_fp16=[{k: r.get(k) for k in keys} for r in ours])
             store(res, a.out) # after each model, so that no result is lost
     gc.unfreeze()

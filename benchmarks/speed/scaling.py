@@ -215,7 +215,7 @@ For few small tensors, nearly all of this time is Python and fastai's events. Wi
 {large['copy'][1]:.0f} ms.
 
 The time covers casts of weights and gradients, unscaling, the norm, the check for overflow, and fastai's events. There is no arithmetic,
-the optimizer does nothing, and the time of the same loop without mixed precision is subtracted. {res['machine']}.
+the optimizer does nothing, and the time of the same loop without mixed precision is subtracted. {markdown.ran(res)}
 
 What a step costs depends on what can have changed in it. What else a learner holds adds {largest:.1f} ms or less, beside fastai's
 `to_fp16`.

@@ -264,8 +264,9 @@ def _of_small(res):
 #### Small models
 
 Where arithmetic takes less time than the loop around it, a step takes {markdown.span(r['over_to_fp16'][1] for r in ours)} times as long as
-with fastai's `to_fp16` and the same optimizer, `AdamW16`, without clipping. If `to_fp16` computes norms in fp32 as well, as on a GPU, it is
-{over} times. On a CPU, fp16 does not make small models faster: a step takes {markdown.span(over_fp32)} times as long as in fp32.
+with fastai's `to_fp16` and the same optimizer, `AdamW16`, without clipping. If `to_fp16` computes norm layers in fp32 as well, as on a GPU,
+it is {over} times (a ratio of medians). On a CPU, fp16 does not make small models faster: the median step takes {markdown.span(over_fp32)}
+times as long as in fp32.
 
 {markdown.folded(f"Each model, with batches of {res['small'][0]['batch_size']}", table_small(res['small']))}"""
 
@@ -284,13 +285,14 @@ def section(res):
     return f"""### Time per step
 
 Where launching operators takes most of the time, a step with `to_fp16_dynamic` takes {over['over_to_fp16']} of the time of fastai's
-`to_fp16` with `Adam` and `GradientClip`. It takes {over['over_floor']} times as long as a PyTorch loop written by hand, plus fastai's loop
-with nothing to compute; with norms in fp32 in that loop, too, it is {over['over_careful_floor']} times.
+`to_fp16` with `Adam` and `GradientClip`. It takes {over['over_floor']} times as long as a PyTorch loop written by hand and fastai's loop
+with nothing to compute, taken together; with norm layers in fp32 in that loop, too, it is {over['over_careful_floor']} times.
 
-The loop written by hand has autocast, `GradScaler`, fused AdamW and clipping. On a CPU, it computes norms in half precision, where they
-lose digits. Medians do not show the few steps that `to_fp16_dynamic` [compares with fp32](#comparisons-with-fp32-and-reports).
+The loop written by hand has autocast, `GradScaler`, fused AdamW and clipping. On a CPU, it computes norm layers in half precision, where
+they lose digits. Medians do not show the few steps that `to_fp16_dynamic` [compares with fp32](#comparisons-with-fp32-and-reports).
 
-The models have {tensors} tensors, most of them with 16 × 16 elements. {res['machine']}, {res['rounds']} rounds of {res['steps']} steps.
+The models have {tensors} tensors, most of them with 16 × 16 elements.
+{markdown.ran(res, f"{res['rounds']} rounds of {res['steps']} steps")}
 
 {markdown.folded('Each model and batch size', details)}{_of_small(res)}"""
 
