@@ -151,7 +151,7 @@ def same(a, b):
 
 @pytest.mark.cpu_only('bit for bit')
 @poisoned('backward')
-@pytest.mark.warns('`mul` in 4')
+@pytest.mark.warns('`mul` in `4`')
 def test_killed_and_resumed_in_a_new_process(tmp_path, in_a_process):
     "Ends where the uninterrupted fit ends, bit for bit: weights, optimizer, scale, random state"
     def process(what):
@@ -170,7 +170,7 @@ def test_killed_and_resumed_in_a_new_process(tmp_path, in_a_process):
     assert 'random' in a['opt'] and same(a, b)
 
 @poisoned('backward')
-@pytest.mark.warns('`mul` in 4')
+@pytest.mark.warns('`mul` in `4`')
 def test_only_a_resumed_fit_takes_up_the_random_state(tmp_path):
     "To load and to try again is to try something else"
     learn = fit(resumable(tmp_path), 1).remove_cbs([Poison, Hostile])
