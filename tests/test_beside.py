@@ -39,7 +39,7 @@ def test_fine_tune_keeps_the_scale_and_frozen_layers():
     assert mp.history.reruns[4:].sum()==n-mp.history.reruns[0]==0 and mp.history.loss_scale.tolist()==[found]*12
     clean(learn)
 
-@pytest.mark.warns('`mul` in 1')
+@pytest.mark.warns('`mul` in `1`')
 def test_lr_find_gives_all_back_and_keeps_what_it_found(tmp_path):
     "Weights and optimizer are as before; the scale that fits, and what fp16 cannot hold, are known to the next fit"
     learn = learner(lambda: nn.Sequential(nn.Linear(8,8), Detour(), mlp()), n=128, path=tmp_path).to_fp16_dynamic(init_scale=2.**24)

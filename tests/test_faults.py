@@ -476,9 +476,9 @@ def test_a_forward_pass_that_overflows_is_looked_into_at_once(on_spiral):
     learn = learner(detour, cbs=Poison(range(2,99), 'precision')).to_fp16_dynamic(on_spiral=on_spiral)
     mp = learn.mixed_precision
     if on_spiral=='raise':
-        with pytest.raises(FloatingPointError, match='`mul` in 1 .Detour.'): fit(learn, 5)
+        with pytest.raises(FloatingPointError, match='`mul` in `1` .Detour.'): fit(learn, 5)
     else:
-        with pytest.warns(UserWarning, match='`mul` in 1 .Detour.'): fit(learn, 5)
+        with pytest.warns(UserWarning, match='`mul` in `1` .Detour.'): fit(learn, 5)
     assert mp.promoted==(['1'] if on_spiral=='heal' else []) and mp.reports[0].producer=='1'
     assert mp.n_skipped==(18 if on_spiral=='warn' else 0) and len(mp.history)==(2 if on_spiral=='raise' else 20)
     assert mp.scaler.get_scale()==2**16 and all(p.isfinite().all() for p in learn.model.parameters())

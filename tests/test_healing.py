@@ -380,7 +380,7 @@ def test_what_is_blamed_is_kept_where_a_range_passes_65504(kwargs, kept):
     learn,msgs = said(make, **kwargs)
     mp = learn.mixed_precision
     assert all_taken(learn) and mp.promoted==[kept] and len(msgs)==1
-    names = [n for n in ('0','2','4','5') if f'{n} (' in msgs[0]]
+    names = [n for n in ('0','2','4','5') if f'`{n}` (' in msgs[0]]
     assert names==[kept] and [r.producer for r in mp.reports if r.promoted]==[kept]
     assert learn.recorder.values[-1][1]==pytest.approx(fit(make().to_fp32()).recorder.values[-1][1], rel=0.01)
 

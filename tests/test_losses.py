@@ -71,7 +71,7 @@ linear = {'critic': lambda p, y: -(p*y.sign()).mean(), 'L1': F.l1_loss, 'Huber':
           'hinge': lambda p, y: F.relu(1-p*y.sign()).mean(), 'pinball': lambda p, y: torch.maximum(0.9*(y-p), 0.1*(p-y)).mean()}
 
 @pytest.mark.parametrize('loss_func', [nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss()])
-@pytest.mark.warns('2 .Linear. gives numbers up to')
+@pytest.mark.warns('`2` .Linear. gives numbers up to')
 def test_infinite_predictions_are_no_step_though_all_gradients_are_finite(loss_func):
     "Gradients are signs, so they are finite where a prediction overflows; every loss is fp32's"
     def make():
@@ -184,7 +184,7 @@ def test_what_is_wrong_in_all_samples_alike():
     assert learn.mixed_precision.promoted==['.'] and float(valid(learn))==pytest.approx(float(valid(fp32)), rel=0.05)
 
 @both
-@pytest.mark.warns('2 .Linear. computes with numbers up to')
+@pytest.mark.warns('`2` .Linear. computes with numbers up to')
 def test_where_all_targets_are_one_number(to, dtype):
     "Then rounding this number is most of what is left of the loss"
     def make():

@@ -337,7 +337,7 @@ def test_beside_a_half_part_everything_else_can_stay_in_fp32(to, dtype):
     ref,learn = fit(half_learner(dtype)),getattr(half_learner(dtype), to)(keep_fp32=['*','.'])
     assert equal(state(fit(learn)), state(ref)) and not learn.mixed_precision.scaler.is_enabled()
 
-@pytest.mark.warns('`mul` in head.1')
+@pytest.mark.warns('`mul` in `head.1`')
 def test_half_inputs_are_compared_with_fp32():
     "Squares beyond 65504 make this 0 in fp16, without a sign"
     def hidden(x): return 100*x/(1e5*x*x).sum(1, keepdim=True).add(1).sqrt()

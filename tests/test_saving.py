@@ -151,7 +151,7 @@ def same(a, b):
 
 @pytest.mark.cpu_only('bit for bit')
 @poisoned('backward')
-@pytest.mark.warns('`mul` in 4')
+@pytest.mark.warns('`mul` in `4`')
 def test_killed_and_resumed_in_a_new_process(tmp_path, in_a_process):
     "Ends where the uninterrupted fit ends, bit for bit: weights, optimizer, scale, random state"
     def process(what):
@@ -170,7 +170,7 @@ def test_killed_and_resumed_in_a_new_process(tmp_path, in_a_process):
     assert 'random' in a['opt'] and same(a, b)
 
 @poisoned('backward')
-@pytest.mark.warns('`mul` in 4')
+@pytest.mark.warns('`mul` in `4`')
 def test_only_a_resumed_fit_takes_up_the_random_state(tmp_path):
     "To load and to try again is to try something else"
     learn = fit(resumable(tmp_path), 1).remove_cbs([Poison, Hostile])
@@ -202,7 +202,7 @@ def test_the_way_back_after_an_outlier_goes_on_after_a_load(tmp_path):
 def test_what_healing_keeps_in_fp32_is_loaded(tmp_path):
     def model(): return nn.Sequential(nn.Linear(8,16), Detour(), nn.Linear(16,1))
     def new(): return learner(model, path=tmp_path, cbs=Poison(range(9), 'precision')).to_fp16_dynamic()
-    with pytest.warns(UserWarning, match='`mul` in 1'): a = fit(new(), 1)
+    with pytest.warns(UserWarning, match='`mul` in `1`'): a = fit(new(), 1)
     a.save('a'), a.save('without', with_opt=False)
     b = fit(new().load('a'), 1)
     assert a.mixed_precision.promoted==b.mixed_precision.promoted==['1'] and b.mixed_precision.n_rerun==0
@@ -212,7 +212,7 @@ def test_load_before_mixed_precision_is_chosen(tmp_path):
     "The scale and the promotions wait for `to_fp16_dynamic`, but not beyond a fit, and not in a pickle"
     def model(): return nn.Sequential(nn.Linear(8,16), Detour(), nn.Linear(16,1))
     def new(): return learner(model, path=tmp_path, cbs=Poison(range(9), 'precision'))
-    with pytest.warns(UserWarning, match='`mul` in 1'): a = fit(new().to_fp16_dynamic(init_scale=2.**9), 1)
+    with pytest.warns(UserWarning, match='`mul` in `1`'): a = fit(new().to_fp16_dynamic(init_scale=2.**9), 1)
     a.save('a')
     b,c,d = new().load('a').to_fp16_dynamic(),fit(new().load('a'), 1).to_fp16_dynamic(),pickle.loads(pickle.dumps(new().load('a')))
     first,second = new().load('a'),fit(learner(model, path=tmp_path), 1)
