@@ -181,7 +181,7 @@ def stopped(where, *at):
     finally: sys.settrace(None)
     return learn,stop
 
-@pytest.mark.filterwarnings('ignore:`mul` in detour')
+@pytest.mark.filterwarnings('ignore:`mul` in .detour')
 @pytest.mark.parametrize('some', few(range(8), 0))
 @pytest.mark.parametrize('where', [
     pytest.param('backward', marks=poisoned('backward')), # a step that is skipped
@@ -630,7 +630,7 @@ def casting(cls): return nn.Sequential(nn.Linear(8,16), nn.ReLU(), cls())
 def test_masters_stay_in_fp32_where_a_module_casts_its_own_weights(cls, kept, to, dtype):
     "Adam's averages as well, and the first batch names the module"
     learn = getattr(learner(partial(casting, cls)), to)()
-    with pytest.warns(UserWarning, match=r'2 \(Casts.*casts weights to half precision'): fit(learn, 1)
+    with pytest.warns(UserWarning, match=r'`2` \(Casts.*casts weights to half precision'): fit(learn, 1)
     masters(learn)
     assert learn.mixed_precision.promoted==[kept] and not learn.mixed_precision.n_skipped
     assert all(t.dtype==torch.float32 for o in learn.opt.state.values() for t in o.values() if isinstance(t, torch.Tensor))

@@ -132,7 +132,7 @@ def failing(res):
         for c,how in contenders.items():
             if 'error' in r[c] and 'error' not in r['plain']:
                 found.setdefault((r['flow'],r['library'],r[c]['error']), []).append(f'`{how}`')
-    return '\n'.join(f"- {flow} ({library}), with {' and '.join(hows)}: {in_words.get(flow, error)}"
+    return '\n'.join(f"- One program fails with {' and '.join(hows)}, *{flow}* ({library}): {in_words.get(flow, error)}."
                      for (flow,library,error),hows in found.items())
 
 def skipped(res):

@@ -281,7 +281,7 @@ def _batch_norms(res):
     of = {r['contender']: r for r in res['rows'] if (r['model'],r['bs'])==('resnet50',bs) and 'error' not in r}
     if not {'to_fp16_dynamic','to_bf16_dynamic'}<=of.keys(): return
     fp16,bf16 = (of[o]['samples_per_second'] for o in ('to_fp16_dynamic','to_bf16_dynamic'))
-    if bf16<fp16: yield f"""**Batch norms can be slower in bf16 than in fp16**, since PyTorch gives them to cuDNN in fp16 only:
+    if bf16<fp16: yield f"""**Batch norms can be slower in bf16 than in fp16**, since PyTorch does not give those with bf16 inputs to cuDNN:
 with batches of {bs}, `resnet50` trains {fp16:,.0f} samples per second in fp16, and {bf16:,.0f} in bf16."""
 
 def _optimizer(res):

@@ -142,7 +142,7 @@ def warn_of_slow_half(
     if not is_first or plan.dtype==torch.bfloat16 or device.type!='cpu': return
     if any(isinstance(m, convs) and m not in plan.in_fp32 for m in plan.model.modules()):
         warn_user("On a CPU, convolutions in fp16 are slow: a ResNet-18 takes 34 times as long as in fp32. "
-                  "Training goes on; use to_fp32() here, or to_bf16_dynamic() on a CPU with bf16 instructions. "
+                  "Training goes on; use to_fp32() here. "
                   'See "On a CPU, convolutions in fp16 are slow" in Troubleshooting.')
 
 # %% ../../nbs/diagnosis/10_messages.ipynb #04d33bd1
