@@ -387,7 +387,7 @@ def test_libraries():
     def row(flow, **kw): return dict(library='tsai', flow=flow, **{c: kw.get(c, fine) for c in libraries.contenders})
     res = dict(libraries=dict(tsai='1.0'), rows=[row('a'), row('b', fp16=dict(error='ValueError: no')), row('c', plain=dict(error='x'))])
     assert '| tsai | 1.0 | 3 | 2 | 1 | 2 |' in libraries.table(res)
-    assert libraries.failing(res).count('ValueError: no')==1 and '- b (tsai), with `to_fp16_dynamic`' in libraries.failing(res)
+    assert libraries.failing(res).count('ValueError: no')==1 and 'fails with `to_fp16_dynamic`, *b* (tsai)' in libraries.failing(res)
 
 def test_libraries_that_are_missing_are_said(monkeypatch):
     def no_module(): raise ImportError("No module named 'torchio'")
