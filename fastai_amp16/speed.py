@@ -9,7 +9,7 @@ __all__ = ['PrecisionComparison']
 import math,warnings
 from copy import copy
 from dataclasses import dataclass
-from itertools import cycle,islice
+from itertools import cycle,islice,repeat
 from time import perf_counter
 from fastai.basics import *
 from .diagnosis.report import as_html,error_in_words,styler
@@ -169,17 +169,18 @@ def _compare(learn, batches, load, rounds):
         for o in (*contenders.values(),small):
             o.round()
             if i==0: o.seconds.clear() # this one has warmed up
-    gains = {name: [a/b for a,b in zip(contenders['fp32'].seconds, o.seconds)] for name,o in contenders.items()}
+    fp32 = contenders['fp32'].seconds or repeat(1.)
+    gains = {name: [a/b for a,b in zip(fp32, o.seconds)] for name,o in contenders.items()}
     table,best = _table(contenders, gains, find_bs(batches[0])),_best(gains)
-    step = np.median(contenders['fp32'].seconds or math.nan)
-    why = _reasons(learn, np.median(small.seconds or math.nan)/step, load/step) if best=='fp32' else ()
+    step = np.median(contenders[best].seconds or math.nan)
+    why = _reasons(learn, best, np.median(small.seconds or math.nan)/step, load/step)
     return PrecisionComparison(table, ' '.join([_advice(table, best), *why]), best)
 
 def _table(contenders, gains, n):
     "A row for each precision"
     def row(name, o):
         mp = vars(o.learn).get('mixed_precision')
-        speed,gain = n/np.median(o.seconds or math.nan),np.median(gains[name] or math.nan)
+        speed,gain = n/np.median(o.seconds or math.nan),np.median(gains['fp32'] and gains[name] or math.nan)
         return speed,gain,o.memory,o.memory/contenders['fp32'].memory,o.error or in_words(getattr(mp, 'promoted', []))
     columns = ['samples per second','× fp32','peak memory','of fp32','moved to fp32']
     return pd.DataFrame([row(*o) for o in contenders.items()], [*contenders], columns)
@@ -188,10 +189,9 @@ def _table(contenders, gains, n):
 _gain = 1.05 # less is no gain
 
 def _best(gains):
-    "The precision that is recommended, by how many times as fast as fp32 each one was in each round"
-    if not gains['fp32']: return 'bf16'
+    "The precision to recommend, by the speed of each one in each round, × fp32 (or × 1 s, where that failed)"
     fp16,bf16 = [min(gains[o], default=0.) for o in ('fp16','bf16')]
-    if max(fp16, bf16)<_gain: return 'fp32'
+    if gains['fp32'] and max(fp16, bf16)<_gain: return 'fp32'
     return 'fp16' if fp16>_gain*bf16 else 'bf16'
 
 def _advice(table, best):
@@ -206,16 +206,18 @@ def _advice(table, best):
     return f"{best}: {times}{memory}. Call learn.to_{best}_dynamic()."
 
 def _reasons(learn,
+    best, # The precision that is recommended
     small, # The share of a step's time that half a batch takes
     load # How long it takes to load a batch, as a multiple of a step
 ):
     "Why half precision may gain nothing, one sentence each"
+    if load>1: yield "Loading a batch takes longer than a step: use more workers, or do less on the CPU."
+    if best!='fp32': return
     device = Device.of(next(learn.model.parameters()).device)
     if not device.capability:
         yield f"This {device.type.upper()} has no fast arithmetic in half precision, or the model is too small for it."
         return
     if not device.tensor_cores: yield f"{device.name} has no tensor cores."
     if small>.7: yield "Half a batch takes nearly as long as a whole one, so the GPU is not full: try larger batches."
-    if load>1: yield "Loading a batch takes longer than a step: use more workers, or do less on the CPU."
     layers = {n: m for n,m in learn.model.named_modules() if isinstance(m, (nn.Linear,*convs))}
     if slow_sizes(layers): yield "Sizes that are not multiples of 8 slow tensor cores down: see learn.fp16_doctor()."

@@ -81,15 +81,28 @@ def test_arguments_and_errors():
 @pytest.mark.parametrize('gains,best', [
     (dict(fp32=[1.,1.], fp16=[1.9,1.8], bf16=[1.8,1.9]), 'bf16'), (dict(fp32=[1.,1.], fp16=[1.9,2.], bf16=[1.5,1.6]), 'fp16'),
     (dict(fp32=[1.,1.], fp16=[1.9,.9], bf16=[1.,1.]), 'fp32'), (dict(fp32=[1.], fp16=[], bf16=[]), 'fp32'),
-    (dict(fp32=[], fp16=[], bf16=[]), 'bf16')])
+    (dict(fp32=[], fp16=[], bf16=[]), 'bf16'), (dict(fp32=[], fp16=[9.], bf16=[2.]), 'fp16'),
+    (dict(fp32=[], fp16=[.9], bf16=[.9]), 'bf16')])
 def test_the_best_is_faster_in_each_round(gains, best): assert speed._best(gains)==best
 
 @pytest.mark.parametrize('capability,small,load,says', [
     ((6,1), .5, .1, ['no tensor cores']), ((8,0), .9, .1, ['larger batches']), ((8,0), .5, 2., ['workers']), ((8,0), .5, .1, [])])
 def test_reasons_on_a_gpu(monkeypatch, capability, small, load, says):
     monkeypatch.setattr(speed.Device, 'of', lambda device: Device('cuda', 'a GPU', capability))
-    found = [*speed._reasons(learner(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))), small, load)]
+    found = [*speed._reasons(learner(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))), 'fp32', small, load)]
     assert len(found)==len(says) and all(a in b for a,b in zip(says, found))
+
+@pytest.mark.parametrize('slow', [False,True])
+def test_a_slow_loader_is_said_whatever_is_recommended(monkeypatch, slow):
+    "fp32 does not run here, so half precision is recommended"
+    class OnlyHalf(Callback):
+        def before_backward(self):
+            if 'mixed_precision' not in vars(self.learn): raise torch.OutOfMemoryError('too much')
+    monkeypatch.setattr(speed, '_load', lambda dl, f=speed._load: (f(dl)[0],100. if slow else 0.))
+    found = learner(cbs=OnlyHalf()).compare_precisions(1)
+    assert found.recommended in ('fp16','bf16') and 'fp32 does not fit into memory' in found.sentence
+    assert ('Loading a batch takes longer than a step' in found.sentence)==slow
+    assert math.isnan(found.table['× fp32']['bf16']) and 'OutOfMemoryError' in found.table['moved to fp32']['fp32']
 
 def test_a_sentence_has_speed_and_memory():
     table = pd.DataFrame({'× fp32': [1.,1.9,math.nan], 'of fp32': [1.,.62,math.nan]}, ['fp32','bf16','fp16'])
