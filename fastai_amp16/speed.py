@@ -25,12 +25,12 @@ from .util.torch_private import is_out_of_memory
 # %% ../nbs/06_speed.ipynb #dae44550
 @patch
 def compare_precisions(self:Learner,
-    n:int=15 # Steps to time in each precision, in rounds of 5
+    n:int=15 # Steps to time in each precision, rounded up to rounds of 5
 ) -> 'PrecisionComparison': # A sentence and a table in a notebook; text by `str`, a picture by `.plot()`
     """Time training in fp32, with `to_fp16`, in fp16 and in bf16 alternately, measure peak memory, and recommend one
 
-    Changes nothing. Raises `ValueError` for an invalid `n` and `RuntimeError` in a fit, and what a batch raises in
-    fp32 unless memory is too small for it."""
+    Changes nothing. Raises `ValueError` for an invalid `n`, `RuntimeError` in a fit, and any error that a batch
+    raises in fp32, except for running out of memory."""
     require(isinstance(n, int) and n>0, 'compare_precisions', 'n', n, 'a whole number above 0')
     if self._fitting: raise RuntimeError("compare_precisions() trains in turns: call it outside a fit.")
     dl = self.dls.train

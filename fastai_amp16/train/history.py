@@ -178,7 +178,7 @@ def _way_to_log(attrs): # Of a callback
 def log_step(
     learn:Learner, # In a fit
     row:StepRecord, # The step that has just ended
-    n_promoted:int # How many entries healing has added to what stays in fp32
+    n_promoted:int # How many entries have moved to fp32 so far
 ):
     "Log a step by fastai's callbacks for TensorBoard and W&B, where the learner has them"
     for cb in learn.cbs:
