@@ -297,7 +297,6 @@ class DynamicMixedPrecision(MixedPrecision):
                    is_second=False): # Did an earlier step end in the same batch?
         "Make a new `Step`, which notes the state of the modules"
         s = self.scaler
-        self.comparison.headroom.ends = [] # of a batch that was cancelled
         batches = Batches(self.learn, entry, *self.states, leftovers=self.training and not self.log.n_in_fit)
         self.step = Step(batches, self.ranks, self.rerun, is_second=is_second, scale=s.get_scale(), proven=s.proven,
                          floor=s.min_scale if s.moves and can_rerun else None, static=s.is_enabled() and not s.dynamic,
@@ -365,6 +364,7 @@ class DynamicMixedPrecision(MixedPrecision):
             if self.step.outcome is Outcome.fine: self.record_step() # its gradients were judged after all
             elif not self.step.batches.entry.closures: self.say_once(bare_step)
         self.step = None
+        self.comparison.headroom.ends = [] # what was noted of a step that was not taken goes with it
 
     @contextmanager
     def asking(self, entry): # The `Entry` of the fit, or a new one

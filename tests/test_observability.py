@@ -474,6 +474,11 @@ def test_a_batch_that_is_cancelled_is_not_noted():
     df = fit(long(fp16, plain_mlp, cbs=Cancels()), 1).mixed_precision.headroom
     assert df.step.drop_duplicates().tolist()==[compared[0],compared[2]]
 
+def test_a_validation_within_a_step_takes_nothing_away():
+    "An epoch ends between two accumulated batches, of which the first is compared"
+    df = fit(long(fp16, plain_mlp, n=15, cbs=GradientAccumulation(32)), 2).mixed_precision.headroom
+    assert df.step.drop_duplicates().tolist()==compared[:2]
+
 class CountReads:
     "How often the host asks a tensor for its numbers, by the end of each batch"
     def __init__(self, monkeypatch):
