@@ -27,9 +27,8 @@ def _usual():
     found = [stored(o) for scripts in contents.values() for o in scripts]
     return [Counter(r[k] for r in found if k in r).most_common(1)[0][0] for k in ('machine','fastai')]
 
-def _with_where(res):
+def _with_where(res, on, version):
     "Results, and in what their machine and fastai differ from the usual ones"
-    on,version = _usual()
     parts = [o for o in res.get('machine', '').split(', ') if o not in on.split(', ')]
     if res.get('fastai', version)!=version: parts.append(f"fastai {res['fastai']}")
     return {**res, 'where': ', '.join(parts)}
@@ -125,8 +124,8 @@ def _wrapped(block):
 
 def make():
     "The text of benchmarks/README.md"
-    sections = {o: o.section(_with_where(stored(o))) for scripts in contents.values() for o in scripts}
     on,version = _usual()
+    sections = {o: o.section(_with_where(stored(o), on, version)) for scripts in contents.values() for o in scripts}
     parts = [intro.format(results=_results(), machine=on, fastai=version, gpu=stored(gpu)['machine'].split(',')[0])]
     for group,scripts in contents.items(): parts += [f'## {group}', *map(sections.get, scripts)]
     parts.append(_scripts(sections))

@@ -176,8 +176,9 @@ def on_a_gpu(res):
 def table(rows):
     "A Markdown table of the rates"
     what = dict(wrong='wrong programs that end as in fp32', healthy='healthy programs without a warning')
+    of = rates(rows)
     def cell(ok, n): return f'{ok} of {n} ({ok/n:.1%})' if n else '–'
-    lines = ((name, *(cell(*rates(rows)[kind][o]) for kind in what)) for o,name in columns.items())
+    lines = ((name, *(cell(*of[kind][o]) for kind in what)) for o,name in columns.items())
     return markdown.table(['setting', *what.values()], lines)
 
 def by_family(rows):
