@@ -201,7 +201,7 @@ def _advice(table, best):
     memory = f", at {row['of fp32']:.0%} of its memory" if row['of fp32']<1 else ''
     if best=='fp32':
         if math.isnan(row['× fp32']): return f"fp32: half precision raises {row['moved to fp32']}."
-        return f"fp32: {row.name} is {row['× fp32']:.2f} times as fast{memory}."
+        return f"fp32: {row.name} is {row['× fp32']:.2f} times as fast as fp32{memory}."
     times = f"{row['× fp32']:.1f} times as fast as fp32" if row['× fp32']>0 else 'fp32 does not fit into memory'
     return f"{best}: {times}{memory}. Call learn.to_{best}_dynamic()."
 

@@ -108,4 +108,4 @@ def test_a_sentence_has_speed_and_memory():
     table = pd.DataFrame({'× fp32': [1.,1.9,math.nan], 'of fp32': [1.,.62,math.nan]}, ['fp32','bf16','fp16'])
     assert speed._advice(table, 'bf16')=='bf16: 1.9 times as fast as fp32, at 62% of its memory. Call learn.to_bf16_dynamic().'
     assert 'does not fit into memory' in speed._advice(table.assign(**{'× fp32': math.nan}), 'bf16')
-    assert speed._advice(table, 'fp32').startswith('fp32: bf16 is 1.90 times as fast')
+    assert speed._advice(table, 'fp32').startswith('fp32: bf16 is 1.90 times as fast as fp32')
