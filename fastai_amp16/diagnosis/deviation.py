@@ -83,7 +83,7 @@ def relative(
 def deviation(
     pred, # Predictions: tensors, or containers of tensors
     reference # The predictions as they should be
-) -> float: # 0 if both are the same, about 1 if they have nothing in common; infinite if all samples should be the same
+) -> float: # 0 if both are the same, 1 if `pred` is no better than the mean; infinite if all samples should be the same
     "The distance between two predictions, relative to how the reference differs from sample to sample"
     return relative(distances(pred, reference))
 
