@@ -21,7 +21,7 @@ class StepRecord(NamedTuple):
     kind:str # Of the fit: 'fit' or 'lr_find'
     epoch:int # Epoch of the fit, from 0
     lr:float # Learning rate of the last parameter group
-    loss_scale:float # Loss scale of the last attempt
+    loss_scale:float # Loss scale of the step; of its first attempt if it was skipped or taken in fp32
     reruns:int # How often the batch ran again
     skipped:bool # Was the step skipped?
     grad_norm:float # Norm before clipping; inf if the gradients overflowed, NaN if the forward pass was not finite
@@ -80,7 +80,7 @@ class History:
         self.norms.clear()
 
     def add(self,
-        loss_scale:float, # Loss scale of the last attempt
+        loss_scale:float, # Loss scale of the step; of its first attempt if it was skipped or taken in fp32
         reruns:int, # How often the batch ran again
         skipped:bool, # Was the step skipped?
         grad_norm:float, # Norm before clipping; inf if the gradients overflowed, NaN if the forward pass was not finite
