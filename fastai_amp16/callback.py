@@ -274,7 +274,7 @@ class DynamicMixedPrecision(MixedPrecision):
         if self.on_spiral=='heal' and self.log.skipped_in_a_row>=self.patience: self.end_fit()
         raise CancelStepException()
 
-    def end_step(self, scale, # Loss scale of the last attempt
+    def end_step(self, scale, # Loss scale that the history gives for it
                  skipped): # Was the step skipped?
         "Add the step to the history, and plan when predictions are compared next"
         step = self.step
