@@ -91,11 +91,13 @@ _warm,_steps = 2,5 # steps of a fit before the clock starts, and until it stops
 def _load(dl):
     "The batches of a round, and the seconds that loading one takes after the first"
     n,it = _warm+_steps,iter(dl)
+    workers = max(1, getattr(dl, 'fake_l', dl).num_workers)
+    n_timed = workers*math.ceil((n-1)/workers) # workers load side by side, so each one has to load as many
     batches = [next(it)]
     start = perf_counter()
-    batches += islice(it, n-1)
+    batches += islice(it, n_timed)
     seconds = (perf_counter()-start)/max(1, len(batches)-1)
-    return [*islice(cycle(batches), n)],seconds
+    return [*islice(cycle(batches[:n]), n)],seconds
 
 _acts_in_step = 'before_batch after_pred after_loss before_backward after_backward before_step after_step'.split()
 _of_fastai = 'channelslast','mixup','rnn','training' # its modules whose callbacks change a step

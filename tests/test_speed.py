@@ -1,9 +1,10 @@
 "compare_precisions times each precision, recommends one, and leaves no trace"
 import copy,math
+from time import sleep
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest,torch
-from fastai.basics import Callback,Learner
+from fastai.basics import Callback,DataLoader,Learner
 from fastai.callback.all import CSVLogger,MixUp,SaveModelCallback,ShowGraphCallback
 from torch import nn
 from common import *
@@ -103,6 +104,20 @@ def test_a_slow_loader_is_said_whatever_is_recommended(monkeypatch, slow):
     assert found.recommended in ('fp16','bf16') and 'fp32 does not fit into memory' in found.sentence
     assert ('Loading a batch takes longer than a step' in found.sentence)==slow
     assert math.isnan(found.table['× fp32']['bf16']) and 'OutOfMemoryError' in found.table['moved to fp32']['fp32']
+
+class Slow:
+    "Items that take a fifth of a second each"
+    def __len__(self): return 40
+    def __getitem__(self, i):
+        sleep(.2)
+        return torch.zeros(1),torch.zeros(1)
+
+@pytest.mark.parametrize('workers', [0,8])
+@pytest.mark.parametrize('cls', [DataLoader,torch.utils.data.DataLoader])
+def test_the_time_of_loading_is_that_of_workers_in_the_long_run(cls, workers):
+    "Eight of them have seven more batches ready when the first one comes"
+    batches,seconds = speed._load(cls(Slow(), batch_size=1, num_workers=workers))
+    assert len(batches)==7 and seconds>=.9*.2/max(1, workers)
 
 def test_a_sentence_has_speed_and_memory():
     table = pd.DataFrame({'× fp32': [1.,1.9,math.nan], 'of fp32': [1.,.62,math.nan]}, ['fp32','bf16','fp16'])
