@@ -224,7 +224,7 @@ def _print_reports(learn, reports):
     mp = learn.mixed_precision
     for r in mp.reports:
         print(f'\n{r}' if reports else _wrapped(r.sentence, initial_indent='- ', subsequent_indent='  '))
-    print('\n'+_wrapped(f'In fp16, {least_room(mp.headroom, len(mp.history))}.'))
+    print('\n'+_wrapped(f'In fp16, {least_room(mp.headroom, mp.history)}.'))
 
 @call_parse
 def main(

@@ -134,7 +134,8 @@ def plot(self:DynamicMixedPrecision,
         fits = {*df.fit}
         require(fit in fits or not fits, 'plot', 'fit', fit, f'one of {sorted(fits)}')
         df = df[df.fit==fit]
-    clips = [cb for cb in self.learn.cbs if isinstance(cb, (GradientNormClip,GradientClip))]
+    cbs = self.learn.cbs if self.learn else () # after `to_fp32`
+    clips = [cb for cb in cbs if isinstance(cb, (GradientNormClip,GradientClip))]
     plot_history(df, [cb.max_norm for cb in clips], axs, self.log.kept_since)
 
 @patch(as_prop=True)
@@ -150,7 +151,7 @@ def plot_headroom(self:DynamicMixedPrecision,
 
     Also draws how many bits the gradients lose, and where batches ran again, the loss scale fell or layers moved."""
     df = self.headroom
-    if not len(df): return print('No step was compared with fp32 so far.')
+    if not len(df): return print('No step was compared with fp32 '+('so far.' if self.rerun else 'because of rerun=False.'))
     return plot_room(df, self.history, self.log.kept_since.values(), axs)
 
 # %% ../nbs/02_learner.ipynb #1bf1cb2e

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import cycle,islice,repeat
 from time import perf_counter
 from fastai.basics import *
+from fastai.callback.training import ShortEpochCallback
 from .diagnosis.report import as_html,error_in_words,styler
 from .doctor import Device,slow_sizes
 from .learner import running
@@ -93,7 +94,8 @@ def _load(dl):
     n,it = _warm+_steps,iter(dl)
     workers = max(1, getattr(dl, 'fake_l', dl).num_workers)
     n_timed = workers*math.ceil((n-1)/workers) # workers load side by side, so each one has to load as many
-    batches = [next(it)]
+    batches = [*islice(it, 1)]
+    if not batches: raise ValueError("compare_precisions() needs a batch, and the training set gives none.")
     start = perf_counter()
     batches += islice(it, n_timed)
     seconds = (perf_counter()-start)/max(1, len(batches)-1)
@@ -105,7 +107,7 @@ _of_fastai = 'channelslast','mixup','rnn','training' # its modules whose callbac
 def _takes_part(cb):
     "Return whether a callback changes what a step computes"
     package,_,module = type(cb).__module__.rpartition('.')
-    if package=='fastai.callback': return module in _of_fastai
+    if package=='fastai.callback': return module in _of_fastai and not isinstance(cb, ShortEpochCallback)
     if package=='fastai' or cb.name=='mixed_precision': return False
     return any(hasattr(type(cb), o) for o in _acts_in_step)
 
@@ -118,16 +120,24 @@ class _Clock(Callback):
         if self.device.type=='cuda': torch.cuda.synchronize(self.device)
         self.times.append(perf_counter())
 
+class _Batches(GetAttr):
+    "Batches of a data loader, with its attributes"
+    _default = 'dl'
+    def __init__(self, dl, batches): self.dl,self.batches = dl,batches
+    def __iter__(self): return iter(self.batches)
+    def __len__(self): return len(self.batches)
+
 class _Contender:
     "A copy of a learner, with the same model, in one precision"
-    def __init__(self, learn, batches, prepare):
+    def __init__(self, learn, batches, prepare, may_fail=True):
         self.learn = new = copy(learn)
         self.device = next(learn.model.parameters()).device
-        self.is_reference = prepare is noop # fp32
+        self.may_fail = may_fail
         self.error,self.seconds,self.memory = None,[],math.nan
         new.cbs,new.metrics,new.logger,new.opt = L(),L(),noop,None
         for name in ('mixed_precision','_entry','_acting'): vars(new).pop(name, None)
-        new.dls = DataLoaders(batches, [])
+        new.dls = copy(learn.dls)
+        new.dls.loaders = [_Batches(learn.dls.train, batches), []]
         new.add_cbs([TrainEvalCallback(), Recorder(), *(copy(cb) for cb in learn.cbs if _takes_part(cb))])
         prepare(new)
 
@@ -139,9 +149,12 @@ class _Contender:
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
-        try: self.learn.fit(1, 0., cbs=clock)
+        try:
+            self.learn.fit(1, 0., cbs=clock)
+            if len(clock.times)<2: raise RuntimeError(
+                f"compare_precisions() needs {_warm+_steps} batches in a row, but a callback ended the fit before that.")
         except Exception as e:
-            if self.is_reference and not is_out_of_memory(e): raise
+            if not (self.may_fail or is_out_of_memory(e)): raise
             self.error = error_in_words(e)
             return
         start,end = clock.times
@@ -165,8 +178,8 @@ def _ways(learn):
 def _half(t): return t[:len(t)//2] if t.dim() else t
 
 def _compare(learn, batches, load, rounds):
-    contenders = {name: _Contender(learn, batches, prepare) for name,prepare in _ways(learn).items()}
-    small = _Contender(learn, [replace(b, _half) for b in batches], noop)
+    contenders = {name: _Contender(learn, batches, prepare, name!='fp32') for name,prepare in _ways(learn).items()}
+    small = _Contender(learn, [replace(b, _half) for b in batches], noop) # which some models do not take
     for i in range(rounds+1):
         for o in (*contenders.values(),small):
             o.round()

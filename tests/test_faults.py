@@ -677,6 +677,17 @@ def test_a_callback_that_makes_gradients_infinite_is_told_so(to, dtype, value, e
     assert mp.history.skipped.tolist()==[False,False,True,False] and mp.history.loss_scale.nunique()==1
     assert written_by[2]<=3 and all(written_by[i]==1 for i in (0,1,3)) and all(p.isfinite().all() for p in learn.model.parameters())
 
+@both
+def test_a_fit_that_such_a_callback_ends_does_not_blame_fp32(to, dtype):
+    class Always(Callback):
+        def after_backward(self): next(self.learn.model.parameters()).grad.fill_(math.nan)
+    learn = getattr(learner(cbs=Always()), to)()
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        fit(learn, 1)
+    stopped = learn.mixed_precision.stopped
+    assert 'code after the backward pass made the gradients of the last 3 batches infinite or NaN' in stopped and 'fp32' not in stopped
+
 def test_an_overflow_after_the_backward_pass_is_no_fault_of_a_callback():
     "Half precision is at fault where a callback runs the model and a backward pass of its own, without a loss scale"
     class Again(Callback):

@@ -1,11 +1,12 @@
 "compare_precisions times each precision, recommends one, and leaves no trace"
 import copy,math
+from contextlib import nullcontext
 from time import sleep
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest,torch
-from fastai.basics import Callback,DataLoader,Learner
-from fastai.callback.all import CSVLogger,MixUp,SaveModelCallback,ShowGraphCallback
+from fastai.basics import CancelEpochException,Callback,DataLoader,DataLoaders,L,Learner
+from fastai.callback.all import CSVLogger,MixUp,SaveModelCallback,ShortEpochCallback,ShowGraphCallback
 from torch import nn
 from common import *
 from fastai_amp16 import speed
@@ -53,6 +54,61 @@ def test_it_is_what_a_fit_finds():
     axs = found.plot()
     assert [t.get_text() for t in axs[0].get_yticklabels()]==['fp32','fp16','bf16'] and len(axs)==1
     plt.close('all')
+
+class Clips(Callback):
+    def after_step(self):
+        with torch.no_grad(): [p.clamp_(-.05, .05) for p in self.model.parameters()]
+
+class ClipsItself(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad(): self.weight.clamp_(-.01, .01)
+        return super().forward(x)
+
+@pytest.mark.parametrize('model,cbs', [(mlp,Clips), (lambda: ClipsItself(8, 1), None)])
+def test_weights_that_are_written_to_in_place_come_back(model, cbs):
+    "Also if a batch raises"
+    class Raises(Callback):
+        def after_batch(self):
+            if self.iter==3: raise KeyError('a batch')
+        def before_batch(self): pass # acts within a step, so it takes part
+    for cb,expected in ((None,nullcontext()), (Raises(),pytest.raises(KeyError))):
+        learn = learner(model, cbs=[*L(cbs and cbs()), *L(cb)])
+        before = state(learn)
+        with expected: learn.compare_precisions(1)
+        assert same(before, state(learn))
+
+def test_a_model_need_not_take_half_a_batch():
+    def whole(x):
+        assert len(x)==16
+        return x
+    found = learner(nn.Sequential(nn.Linear(8, 1), Do(whole))).compare_precisions(1)
+    assert (found.table['moved to fp32']=='').all() and found.table['× fp32'].notna().all()
+
+def test_data_loaders_are_those_of_the_learner():
+    "With attributes that callbacks read, and the number of inputs"
+    seen = []
+    class Reads(Callback):
+        def before_batch(self): seen.append((self.dls.c, self.dls.train.bs, self.dls.n_inp, len(self.dls.train_ds), len(self.yb)))
+    rows = Items((o,o[:1],o[1:2]) for o in torch.randn(64, 8))
+    rows.n_inp = 1
+    dls = DataLoaders.from_dsets(rows, bs=16, device=default_device())
+    dls.c = 3
+    learn = Learner(dls, nn.Linear(8, 1), lambda p,a,b: mse(p, a+b), cbs=Reads())
+    learn.compare_precisions(1)
+    assert {*seen}=={(3,16,1,64,2)} and learn.dls is dls and dls.train.bs==16
+
+@pytest.mark.parametrize('model', [mlp, lambda: nn.Linear(8, 1)])
+def test_a_fit_that_a_callback_ends_is_said_and_a_short_epoch_is_no_matter(model):
+    class Ends(Callback):
+        def before_backward(self):
+            if self.iter==2: raise CancelEpochException
+    with pytest.raises(RuntimeError, match='needs 7 batches in a row, but a callback'): learner(model, cbs=Ends()).compare_precisions(1)
+    assert learner(model, cbs=ShortEpochCallback(.1)).compare_precisions(1).recommended
+
+def test_without_a_batch_there_is_nothing_to_compare():
+    learn = learner()
+    learn.dls = DataLoaders.from_dsets(learn.dls.train_ds[:3], bs=16)
+    with pytest.raises(ValueError, match='needs a batch'): learn.compare_precisions(1)
 
 def test_what_acts_within_a_step_takes_part_and_nothing_is_written(tmp_path):
     seen = []

@@ -108,37 +108,45 @@ def _rows(note, info):
         yield note.step,name,top,_bits(info.max, top),lost.get(name, math.nan),name in note.kept
 
 # %% ../../nbs/diagnosis/01_headroom.ipynb #f17fd374
-def _forecast(before, now):
-    """The first and the last step at which a module overflows if it goes on growing as between two steps
+_horizon = 4 # forecasts reach so many times as far as the fit has come
+
+def _next_to_overflow(
+    bits, # With a row for each step that was compared, and a column for each module
+    history # Of the same steps
+):
+    """The module that overflows first if all go on growing as in the last half of the fit, the step before that half, and words on when
 
     First if it grows by the same factor in each step; last if by equal steps, as weights do with Adam."""
-    fell = before.bits-now.bits
-    if fell<.1: return math.inf,math.inf
-    times = now.bits/fell
-    doublings = times*math.log2((now.step+1)/(before.step+1))
-    return now.step+times*(now.step-before.step),(now.step+1)*2**min(doublings, 30)-1
-
-def _when(begin, end, step, steps):
-    "A forecast made at `step` in words, after `steps`; empty if it is for one of these, or too far off"
-    begin,far = max(begin, steps),10*(step+1)
-    if end<steps or begin>far: return ''
-    return f'between steps {begin:.0f} and {end:.0f}' if end<far else f'from step {begin:.0f} on'
+    now = bits.index[-1]
+    start = history.step[history.fit==history.fit[now]].min()
+    done = now-start+1
+    before = max((o for o in bits.index if start<=o<start+done/2), default=now)
+    fell = (bits.loc[before]-bits.loc[now])
+    times = (bits.loc[now]/fell)[fell>0].dropna()
+    if not len(times) or history.kind[now]=='lr_find': return None # its weights are gone
+    name = times.idxmin()
+    begin = max(now+times[name]*(now-before), len(history)) # no forecast is for a step that was made
+    doublings = min(times[name]*math.log2(done/(before-start+1)), 30)
+    end = start+done*2**doublings-1
+    far = start+_horizon*done
+    if end<len(history) or begin>far: return None
+    return name,before,f'between steps {begin:.0f} and {end:.0f}' if end<far else f'from step {begin:.0f} on'
 
 def least_room(
     df:pd.DataFrame, # From `Headroom.frame`
-    steps:int=0 # How many steps were made: no forecast is for one of these
+    history:pd.DataFrame # Of the same steps
 ) -> str: # Empty if nothing in half precision was noted
-    "Which module has the least room, and when it overflows if it goes on to grow as it did, in words"
+    "Which module overflows next if it goes on to grow as it did, or else which has the least room, in words"
     df = df[~df.in_fp32 & (df.bits>=0)] # larger numbers did no harm, as the step was taken
     if not len(df): return ''
-    now = df.loc[df.bits[df.step==df.step.max()].idxmin()]
-    where = f'`{now.module}`' if now.module else 'the model'
-    res = f'least room: {where}, {now.bits:.1f} bits at step {now.step}'
-    earlier = df[(df.module==now.module) & (df.step<now.step)]
-    if not len(earlier): return res
-    before = earlier.iloc[-1]
-    when = _when(*_forecast(before, now), now.step, steps)
-    return f'{res}, {before.bits:.1f} at step {before.step}:\nat this rate it overflows {when}' if when else res
+    bits = df.pivot(index='step', columns='module', values='bits')
+    now = bits.iloc[-1]
+    def room(name):
+        where = f'`{name}`' if name else 'the model'
+        return f'{where}, {now[name]:.1f} bits at step {now.name}'
+    if not (found := _next_to_overflow(bits, history)): return f'least room: {room(now.idxmin())}'
+    name,before,when = found
+    return f'next to overflow: {room(name)}, {bits[name][before]:.1f} at step {before}:\nat this rate {when}'
 
 _most_rows = 40
 
@@ -146,7 +154,8 @@ def _heatmap(ax, table, label, vmax, **kwargs):
     "Draw a table with a row for each module and a column for each step"
     mesh = ax.pcolormesh(table.values, edgecolors='white', linewidth=.5, vmin=0, vmax=vmax, **kwargs)
     ax.set_yticks(np.arange(len(table))+.5, table.index.where(table.index!='', '(the model)'), fontsize=8)
-    ax.set_xticks(np.arange(len(table.columns))+.5, table.columns)
+    few = slice(None, None, 1+len(table.columns)//20) # more labels would overlap
+    ax.set_xticks((np.arange(len(table.columns))+.5)[few], table.columns[few])
     ax.invert_yaxis()
     ax.figure.colorbar(mesh, ax=ax, label=label, ticks=range(0,vmax+1,5), aspect=10)
 
@@ -164,7 +173,8 @@ def _tables(df):
     tightest = df.groupby('module').bits.min().nsmallest(_most_rows).index
     def table(what, names):
         return df.pivot(index='module', columns='step', values=what).reindex(order[order.isin(names)])
-    return table('bits', tightest),table('in_fp32', tightest).eq(True),table('lost', df.module[df.lost>0])
+    losing = df[df.lost>0].groupby('module').lost.max().nlargest(_most_rows).index
+    return table('bits', tightest),table('in_fp32', tightest).eq(True),table('lost', losing)
 
 def _axes(bits, lost):
     heights = [.7, .4+.2*max(4, len(bits)), .4+.2*max(2, len(lost))]
@@ -186,7 +196,7 @@ def plot_room(
         'ran again': (history.step[history.reruns>0],'tab:orange'),
         'loss scale fell': (history.step[scale<scale.shift()],'tab:blue'),
         'layers moved to fp32': (sorted({*moved}),'tab:purple')})
-    events.set_title(least_room(df, len(history)), fontsize=9)
+    events.set_title(least_room(df, history), fontsize=9)
     _heatmap(above, bits, 'bits left', 15, cmap='RdYlGn')
     rows,columns = np.nonzero(in_fp32.values)
     above.plot(columns+.5, rows+.5, 'o', color='white', mec='black', ms=4)

@@ -195,6 +195,7 @@ def _cause_of_stop(mp, batches):
     "Why `batches` at the end of a fit made no step"
     step = mp.step
     kind = mp.amp_mode.value
+    if step.written: return f"code after the backward pass made the gradients of the {batches} infinite or NaN."
     if step.failed: return f"the {batches} overflowed in {kind}, and the diagnosis failed."
     if step.unusable or step.in_fp32:
         said = f" {mp.reports[-1].sentence}" if mp.reports else ''

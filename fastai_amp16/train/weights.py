@@ -30,12 +30,14 @@ class KeptWeights(TorchFunctionMode):
         params:list # Parameters
     ):
         super().__init__()
-        self.at,self.noted = groupby(params, _storage),{}
+        self.at = groupby(params, _storage)
         self.at.pop(None, None)
+        self.noted = {} # the data of weights that were written to, or got other data
+        self.copies = {} # of these data, before they were written to
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func==_sets_data: self.noted.setdefault(args[0], (args[0].data,None))
+        if func==_sets_data: self.noted.setdefault(args[0], args[0].data)
         elif is_in_place(func): self._note(args[:1])
         elif func in _renorm and _max_norm(*args, **kwargs): self._note((args,kwargs))
         elif 'out' in kwargs: self._note(kwargs['out'])
@@ -44,13 +46,13 @@ class KeptWeights(TorchFunctionMode):
     def _note(self, ts):
         for t in tensors(ts):
             for p in self.at.get(_storage(t), ()):
-                if p not in self.noted: self.noted[p] = p.data,p.detach().clone()
+                data = self.noted.setdefault(p, p.data) # it may have other data by now
+                if p not in self.copies: self.copies[p] = data.clone()
 
     def restore(self):
         "Restore the weights that were written to"
-        for p,(data,copy) in self.noted.items():
-            p.data = data
-            if copy is not None: p.data.copy_(copy)
+        for p,data in self.noted.items(): p.data = data
+        for p,copy in self.copies.items(): p.data.copy_(copy)
 
 # %% ../../nbs/train/02_weights.ipynb #c4f2a6d1
 def _norm(p):
