@@ -391,7 +391,7 @@ def test_what_a_gpu_did_comes_to_the_report_by_itself(tmp_path, monkeypatch):
     for r in res['rows']: assert f'| {gpu.cell(r)} |' in text
     assert '](speed/gpu.png)' in text and res['machine'] in text
     assert '`vit_small` and `resnet50` had one round' in text and 'Large predictions' not in text and 'earlier version' not in text
-    assert 'Not measured: `regnet_y_32gf`' in text and '`large_predictions`, `fp32`, `to_bf16`' in text
+    assert 'The script can also measure `regnet_y_32gf`' in text and '`large_predictions`, `fp32`, `to_bf16`' in text
     fused = gpu.ratios(res, 'to_fp16_dynamic', 'to_fp16_fused').values()
     assert f'{markdown.span(fused)} times as many as `to_fp16` with a fused AdamW' in text
     ours,bf16 = res['rows'][6:8] # of the ResNet

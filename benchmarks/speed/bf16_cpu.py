@@ -60,14 +60,14 @@ def section(res):
     without = json.loads(Path(__file__).with_name('bf16_cpu_without.json').read_text())
     def speed(res, k='ours'): return markdown.span(r[k][1] for r in res['rows'])
     def size(r):
-        return f"the {r['model']} has {r['parameters']/1e6:.0f}M parameters and batches of {'×'.join(map(str, r['batch']))}"
+        return f"The {r['model']} has {r['parameters']/1e6:.0f}M parameters and batches of {'×'.join(map(str, r['batch']))}"
     return f"""### bf16 on a CPU
 
 On a CPU with instructions for bf16, training with `to_bf16_dynamic` is {speed(res)} times as fast as in fp32, and {speed(res, 'by_hand')}
 times with plain autocast. On one without them, it is {speed(without)} times as fast, and `fp16_doctor` warns you.
 
-For the second measurement, the same CPU did not use these instructions (`ONEDNN_MAX_CPU_ISA={without['limited_to']}`). Here,
-{markdown.listed(map(size, res['rows']))}. {markdown.ran(res)}
+For the second measurement, the same CPU did not use these instructions (`ONEDNN_MAX_CPU_ISA={without['limited_to']}`).
+{'. '.join(map(size, res['rows']))}. {markdown.ran(res)}
 
 {table(res, without)}"""
 

@@ -309,13 +309,17 @@ def _compared(res):
 {res['arguments']['steps']} timed steps, {n} {'was' if n=='one' else 'were'} compared with fp32{also}. It trains {at(over)} as many samples
 per second as `to_fp16` with a fused AdamW{fp32}. A longer fit compares fewer of its steps, in the end one in 256."""
 
+_in_words = dict( # contenders that are no method of a learner
+    to_fp16_dynamic_channelslast='`to_fp16_dynamic` with `to_channelslast`', lightning='Lightning', accelerate='Accelerate')
+
 def _caveats(res):
     "What a reader must know of these results"
     def names(os): return markdown.listed(f'`{o}`' for o in os)
     few = [o for o in res['arguments']['models'] if any(r.get('rounds')==1 for r in res['rows'] if r['model']==o)]
     left_out = [o for k,there in (('models',models),('contenders',contenders)) for o in there if o not in res['arguments'][k]]
     if few: yield f"{names(few)} had one round of {res['arguments']['steps']} steps or less, so their numbers are rough."
-    if left_out: yield f"Not measured: {names(left_out)}."
+    also = markdown.listed(_in_words.get(o, f'`{o}`') for o in left_out)
+    if left_out: yield f"The script can also measure {also}; these results are missing here."
 
 def _items(*os): return '\n'.join('- '+' '.join(o.split()) for os in os for o in os)
 

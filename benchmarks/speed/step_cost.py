@@ -285,8 +285,8 @@ def section(res):
     return f"""### Time per step
 
 Where launching operators takes most of the time, a step with `to_fp16_dynamic` takes {over['over_to_fp16']} of the time of fastai's
-`to_fp16` with `Adam` and `GradientClip`. It takes {over['over_floor']} times as long as a PyTorch loop written by hand and fastai's loop
-with nothing to compute, taken together; with norm layers in fp32 in that loop, too, it is {over['over_careful_floor']} times.
+`to_fp16` with `Adam` and `GradientClip`. Compared with the time of a PyTorch loop written by hand plus that of fastai's empty loop, a step
+takes {over['over_floor']} times as long; if the loop written by hand computes norm layers in fp32, too, {over['over_careful_floor']} times.
 
 The loop written by hand has autocast, `GradScaler`, fused AdamW and clipping. On a CPU, it computes norm layers in half precision, where
 they lose digits. Medians do not show the few steps that `to_fp16_dynamic` [compares with fp32](#comparisons-with-fp32-and-reports).

@@ -44,7 +44,8 @@ def params(learn): return [p.detach().clone() for p in learn.model.parameters()]
 def same(a, b): return all(torch.equal(p.to(q.device), q) for p,q in zip(a,b))
 
 # %% tables
-shown = {'learner(': 'Learner(dls, model,', 'torchs': "torch.load('scaler.pt')"} # names of these pages, and what a reader has instead
+shown = { # names of these pages, and what a reader has instead
+    'learner(': 'Learner(dls, model,', 'torchs': "torch.load('scaler.pt')", 'apexs': "torch.load('model.pt')"}
 
 def moves(there, rows, does=None, **names):
     """A table of `rows` (what you wrote, what to write here, what changes, a check); with `does` as the heading of what the old code does
