@@ -33,7 +33,9 @@ def _makes_steps(f):
     return isinstance(f.module, nn.RNNBase)
 
 def _before(seen, n):
-    "Return how far off tensors are, or what they were made from, at most `n` calls before, where that is less"
+    """Return how far off tensors are: the largest deviation among them
+
+    For each tensor, what it was made from counts instead if that is less far off, up to `n` calls before."""
     def least(s):
         f,where = s.calls[0]
         if n==0 or _makes_steps(f): return s.off
@@ -203,7 +205,7 @@ def has_code(m:nn.Module): # Any module
     if own_forward(m) is not None: return True
     return type(m).forward not in (nn.Sequential.forward, nn.Module.forward)
 
-_n_again = 4 # a moving average that was wrong before the batch is nearly as it should be then
+_n_again = 4 # runs of a batch, in which its effect on a moving average builds up; `off_later` extrapolates from it
 
 @dataclass
 class Case:

@@ -25,8 +25,8 @@ from ..train.step import Step
 class Far(NamedTuple):
     "How far predictions are from fp32's"
     off:float=0. # By themselves, relative to how fp32's differ from sample to sample
-    rise:float=0. # By how much more than chance explains the loss is larger, relative to fp32's
-    bend:float=0. # By how much it would be if what is off had nothing to do with the targets
+    rise:float=0. # By how much the loss is larger than fp32's, beyond what chance explains, relative to fp32's loss
+    bend:float=0. # By how much it would be larger if the deviation had nothing to do with the targets
     chance:float=math.inf # By how much it is larger or smaller by chance
     states:float=0. # How far off the change of what modules carry on is, in units of half precision's eps
 
@@ -52,7 +52,7 @@ class Far(NamedTuple):
         return Far(*map(limit, self, nothing))
 
 nothing = Far(0.25, 0.1, 0.25, states=16) # less may be rounding: in what is learned, in a loss, or in a state
-less = 1/4 # what was no more than that before is another fault now
+less = 1/4 # a deviation four times as large as one that was looked into in vain is another fault
 
 def _beyond_chance(change):
     "By how much the loss rises more than by chance: what bends it, or what is in one direction for many samples"

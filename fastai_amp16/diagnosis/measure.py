@@ -35,7 +35,7 @@ def _numbers(a, dtype, scale):
         info = torch.finfo(dtype)
         tiny = info.tiny/scale
         some = a>0
-        flushed = some & (a<tiny*info.eps/2) # half of the smallest subnormal rounds to 0
+        flushed = some & (a<tiny*info.eps/2) # what is below half of the smallest subnormal becomes 0
         subnormal = some & (a<tiny) & ~flushed
         res += [some.sum(), flushed.sum(), subnormal.sum()]
     return torch.stack([o.float() for o in res])
@@ -64,7 +64,7 @@ def read(
     return [[Measured(*islice(numbers, len(o))) for o in os] for os in lists]
 
 # %% ../../nbs/diagnosis/00_measure.ipynb #560f28e5
-_rows,_per_row = 64,64 # the most numbers of a tensor that are kept
+_rows,_per_row = 64,64 # so many rows of a tensor are kept at most, and of each about so many numbers, at most twice
 
 def has_numbers(
     t:Tensor # Any tensor

@@ -18,9 +18,9 @@ class PrecisionReport:
     """The result of a diagnosis: HTML in a notebook, text by `str`, all numbers in `table`, and a plot by `plot`
 
     You do not make one yourself: `diagnose_fp16` and a fit do. The arguments are its attributes. `table` has one row
-    per module, the one with the least room first: `bits` are powers of two up to the largest number of its precision
-    (65504 in fp16). `order` counts modules as they ran. Shares are from 0 to 1, and NaN means not measured.
-    The page "The columns of a report" explains all of them."""
+    per module, the one with the least room first: `bits` are powers of two up to the largest number that its tensors
+    can hold: 65504 in fp16, also for a norm in fp32 that takes in fp16. `order` counts modules as they ran. Shares are
+    from 0 to 1, and NaN means not measured. The page "The columns of a report" explains all of them."""
     verdict:str # 'healthy', 'weights', 'data', 'divergence', 'scale', 'forward', 'backward' or 'loss'
     sentence:str # The cause, as a sentence
     remedy:str = '' # What you can do, in words or as code

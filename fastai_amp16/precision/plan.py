@@ -40,9 +40,9 @@ def half_forward(
 
     Run the backward pass outside it, unless activation checkpoints compute norms or modules that you keep in fp32
     again: these need the context. Gradients arrive on the fp32 parameters. Without `keep_fp32`, they are bit for bit
-    those of `torch.autocast`, unless autocast treats a norm differently. The result is in half precision, unless it
-    comes from `keep_fp32`. Nothing is scaled. Raises `ValueError` as `PrecisionPlan` does, and `TypeError` for a
-    model that casts its own weights to half precision."""
+    those of `torch.autocast`, unless autocast treats a norm or a recurrent layer differently. The result is in half
+    precision, unless it comes from `keep_fp32`. Nothing is scaled. Raises `ValueError` as `PrecisionPlan` does, and
+    `TypeError` for a model that casts its own weights to half precision."""
     return PrecisionPlan(model, dtype, keep_fp32).forward_pass()
 
 # %% ../../nbs/precision/04_plan.ipynb #117ed02c

@@ -35,8 +35,9 @@ def recurrent_dtype(
     if device.type=='cpu':
         return dtype if dtype==torch.bfloat16 and knows_bf16() else torch.float32
     if dtype!=torch.bfloat16 or device.type!='cuda': return None
-    if torch.version.hip or emulates_bf16(device): return None
-    return dtype if cudnn_has_bf16() else torch.float32 # torch's own kernels run one step of the sequence at a time
+    if torch.version.hip or emulates_bf16(device): return None # not tried
+    # cuDNN in fp32 is faster than torch's own kernels, which run one step of the sequence at a time
+    return dtype if cudnn_has_bf16() else torch.float32
 
 # %% ../../nbs/precision/00_recurrent.ipynb #fa07c880
 _calls = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu} # what `nn.LSTM`, `nn.GRU` and `nn.RNN` call

@@ -101,7 +101,8 @@ def scale_grads(
     factor:float # Multiply by this
 ):
     "Multiply the gradients by `factor` in place, in one multi-tensor call"
-    if grads[0].is_cpu and {*map(_dtype, grads)}=={torch.float32}: # there, a tensor is four times as fast
+    # on a CPU, multiplying by a tensor takes a quarter of the time
+    if grads[0].is_cpu and {*map(_dtype, grads)}=={torch.float32}:
         factor = torch.tensor(factor, dtype=torch.float32, device='cpu')
     multiply_all(grads, factor)
 

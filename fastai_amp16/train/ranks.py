@@ -84,7 +84,8 @@ class Ranks:
         if store is None: return False
         key = f'fastai_amp16/raised/{dist.get_process_group_ranks(self.group)}'
         n,give_up = store.add(key, 1),monotonic()+_patience
-        while store.add(key, 0)<math.ceil(n/self.size)*self.size: # each time that all raise adds `size`
+        # the count goes on from earlier exceptions: each time that all ranks raise adds `size` to it
+        while store.add(key, 0)<math.ceil(n/self.size)*self.size:
             if monotonic()>give_up:
                 store.add(key, -1)
                 return False

@@ -175,7 +175,7 @@ class Batches:
         "Note the current batch"
         size = sum(t.nbytes for t in all_tensors(self.inputs)) # without the current batch
         if size>_most_bytes: self.in_memory = False
-        if not self.in_memory: self.notes,self.inputs = [],[] # the step cannot run again, but this batch can
+        if not self.in_memory: self.notes,self.inputs = [],[] # only the current batch is kept
         self.notes.append(self.learner_state.note())
         self.inputs.append((self.learn.xb,self.learn.yb))
 

@@ -74,7 +74,7 @@ class DynamicScaler(GradScaler):
         device:str='cuda', # Device type of the loss, as in `torch.amp.GradScaler`
         init_scale:float=2.**16, # First loss scale, within the bounds; a power of two, so that scaling does not round
         growth_factor:float=2., # Multiply the scale by this after `growth_interval` steps in a row without overflow
-        backoff_factor:float=.5, # Multiply the scale by this when a step is skipped, not when a batch runs again
+        backoff_factor:float=.5, # Multiply the scale by this when a step is skipped; reruns find a scale of their own
         growth_interval:int=500, # Number of steps in a row without overflow before the scale grows
         hysteresis:int=1, # Overflows until the scale backs off (2: forgives the first); counted anew when it grows
         min_scale:float=2.**-24, # Lowest scale; at least 2**-126, the smallest normal number of fp32

@@ -75,7 +75,8 @@ class FrozenWeights:
         self.steps += 1
         if self.steps==1: self.norms,self.at = [list(map(f, self.params)) for f in (_norm,_storage)]
         changed = []
-        if self.steps==3: # a copy stays equal in the first step, before what it follows has moved
+        # not earlier: a copy that follows a trained weight is written with the same numbers in the first step
+        if self.steps==3:
             changed += [p for p,n in zip(self.params, self.norms) if _norm(p)!=n] # waits for a GPU, once
             self.get_data = [p for p,at in zip(self.params, self.at) if _storage(p)!=at]
         now = versions(self.params)

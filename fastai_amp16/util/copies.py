@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from .torch_private import version
 
 # %% ../../nbs/util/02_copies.ipynb #b65ecae3
-_large = 2**16 # numbers in a tensor whose writes torch has to count
+_large = 2**16 # numbers; in a larger tensor, only writes that torch counts are seen
 
 def mark(
     t:Tensor # In any layout

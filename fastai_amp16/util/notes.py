@@ -221,7 +221,8 @@ class Attributes:
         self.names = [(d,{*d,*but}) for d,but in zip(self.dicts, self.buts)]
         self.known = [_unknown]*len(places)
         self.placed = [None]*len(places)
-        self.calm,self.busy = {},{} # a `Value` by its index: those that have not changed since this moment, and others
+        # each a `Value` by its index: those that have not changed since now, and those to look into in each step
+        self.calm,self.busy = {},{}
         self.changed = set() # the indices of all that have
         for i,(d,k) in enumerate(places): self._look(i, d[k], self.calm)
         self._gather()

@@ -34,7 +34,9 @@ compiled_call = '_compiled_call_impl'
 
 # %% ../../nbs/util/01_torch_private.ipynb #53f39f12
 def knows_bf16() -> bool:
-    "Return whether the CPU has the instructions of oneDNN's bf16 kernels, or an LSTM raises; without the name: no"
+    """Return whether the CPU has the instructions that oneDNN's bf16 kernels need
+
+    Without these, an LSTM in bf16 raises. Without the name: no."""
     return getattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', bool)()
 
 def inside_compiled(
@@ -63,7 +65,7 @@ _get_version = operator.attrgetter('_version') if hasattr(Tensor, '_version') el
 def versions(
     ts # Tensors, as for `version`
 ) -> list: # Of numbers
-    "How often operations in place have written to each of `ts`"
+    "How often operations in place have written to each of `ts`; without the name: always 0"
     return list(map(_get_version, ts))
 
 def hooks_of(
@@ -71,7 +73,8 @@ def hooks_of(
 ) -> tuple: # Two lists of dicts, which hold functions by number
     """The hooks on gradients of `ts`, before and after these are added up
 
-    They are as torch finds them. Without the names, they see scaled gradients."""
+    These are the dicts that torch itself calls, so a change of an entry changes the hook. Without the names, the lists
+    are empty, and hooks see scaled gradients."""
     def found(name): return [d for d in (getattr(t, name, None) for t in ts) if d]
     return found('_backward_hooks'),found('_post_accumulate_grad_hooks')
 
@@ -93,7 +96,9 @@ def buffers_of(
 def marks(
     params:list # Parameters
 ) -> tuple: # Plain values, and a tensor on the device of the parameters
-    "What changes when one of `params` is written to, or gets other data"
+    """What changes when one of `params` is written to, or gets other data
+
+    A write to `.data` that keeps the norm, as one that changes only signs, goes unseen."""
     # as `clip_grad_norm_` does
     norms = torch._foreach_norm([p.detach() for p in params], 2, dtype=torch.float64)
     return [(version(p), p.data_ptr()) for p in params],torch.stack(norms)
@@ -110,7 +115,7 @@ def autocast_nesting() -> int:
 # How many modes are on; without the name, they stay
 def _depth(kind): return getattr(torch._C, f'_len_torch_{kind}_stack', int)()
 
-# Do modes and subclasses of tensors see functions?
+# Do modes and subclasses of tensors see functions? Without the name, this is not restored
 def _functions(): return getattr(torch._C, '_get_torch_function_state', bool)()
 
 class ThreadState:
