@@ -372,6 +372,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'fastai_amp16/diagnosis/headroom.py'),
                                                  'fastai_amp16.diagnosis.headroom._heatmap': ( 'diagnosis/headroom.html#_heatmap',
                                                                                                'fastai_amp16/diagnosis/headroom.py'),
+                                                 'fastai_amp16.diagnosis.headroom._in_words': ( 'diagnosis/headroom.html#_in_words',
+                                                                                                'fastai_amp16/diagnosis/headroom.py'),
                                                  'fastai_amp16.diagnosis.headroom._next_to_overflow': ( 'diagnosis/headroom.html#_next_to_overflow',
                                                                                                         'fastai_amp16/diagnosis/headroom.py'),
                                                  'fastai_amp16.diagnosis.headroom._plot_events': ( 'diagnosis/headroom.html#_plot_events',

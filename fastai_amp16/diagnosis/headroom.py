@@ -108,29 +108,25 @@ def _rows(note, info):
         yield note.step,name,top,_bits(info.max, top),lost.get(name, math.nan),name in note.kept
 
 # %% ../../nbs/diagnosis/01_headroom.ipynb #f17fd374
-_horizon = 4 # forecasts reach so many times as far as the fit has come
+_horizon = 4 # forecasts reach to so many times the steps that were noted; noise would fill longer ones
 
-def _next_to_overflow(
-    bits, # With a row for each step that was compared, and a column for each module
-    history # Of the same steps
-):
-    """The module that overflows first if all go on growing as in the last half of the fit, the step before that half, and words on when
+def _next_to_overflow(bits):
+    """The module that overflows next if all go on growing as since the first half of the fit; the step it is compared with, and when
 
-    First if it grows by the same factor in each step; last if by equal steps, as weights do with Adam."""
+    First if it grows by the same factor in each step; last if by equal steps, as weights do with Adam. `None` if that is
+    far off. `bits` has a row for each step that was noted, from 1, and a column for each module."""
     now = bits.index[-1]
-    start = history.step[history.fit==history.fit[now]].min()
-    done = now-start+1
-    before = max((o for o in bits.index if start<=o<start+done/2), default=now)
-    fell = (bits.loc[before]-bits.loc[now])
-    times = (bits.loc[now]/fell)[fell>0].dropna()
-    if not len(times) or history.kind[now]=='lr_find': return None # its weights are gone
-    name = times.idxmin()
-    begin = max(now+times[name]*(now-before), len(history)) # no forecast is for a step that was made
-    doublings = min(times[name]*math.log2(done/(before-start+1)), 30)
-    end = start+done*2**doublings-1
-    far = start+_horizon*done
-    if end<len(history) or begin>far: return None
-    return name,before,f'between steps {begin:.0f} and {end:.0f}' if end<far else f'from step {begin:.0f} on'
+    before = max(bits.index[bits.index<=now/2], default=now)
+    fell = bits.loc[before]-bits.loc[now]
+    times = (bits.loc[now]/fell)[fell>0].dropna() # as long as from `before` until now
+    if not len(times): return None
+    n,name = times.min(),times.idxmin()
+    begin = now+n*(now-before)
+    return (name,before,begin,now*(now/before)**n) if begin<_horizon*now else None
+
+def _in_words(bits, name, now, before=None):
+    res = f"{f'`{name}`' if name else 'the model'}, {bits[name][now]:.1f} bits at step {now}"
+    return res if before is None else f'{res}, {bits[name][before]:.1f} at step {before}'
 
 def least_room(
     df:pd.DataFrame, # From `Headroom.frame`
@@ -140,13 +136,18 @@ def least_room(
     df = df[~df.in_fp32 & (df.bits>=0)] # larger numbers did no harm, as the step was taken
     if not len(df): return ''
     bits = df.pivot(index='step', columns='module', values='bits')
-    now = bits.iloc[-1]
-    def room(name):
-        where = f'`{name}`' if name else 'the model'
-        return f'{where}, {now[name]:.1f} bits at step {now.name}'
-    if not (found := _next_to_overflow(bits, history)): return f'least room: {room(now.idxmin())}'
-    name,before,when = found
-    return f'next to overflow: {room(name)}, {bits[name][before]:.1f} at step {before}:\nat this rate {when}'
+    last = bits.index[-1]
+    fit = history[history.fit==history.fit[last]]
+    start = fit.step.min()-1
+    found = _next_to_overflow(bits[bits.index>start].rename(lambda step: step-start))
+    least = f'least room: {_in_words(bits, bits.loc[last].idxmin(), last)}'
+    if not found or fit.kind[last]=='lr_find': return least # the weights of a search are gone
+    name,before,*when = found
+    begin,end = [o+start for o in when]
+    begin = max(begin, len(history))
+    if end<begin: return least # no forecast is for a step that was made
+    at = f'between steps {begin:.0f} and {end:.0f}' if end<start+_horizon*(last-start) else f'from step {begin:.0f} on'
+    return f'next to overflow: {_in_words(bits, name, last, before+start)}:\nat this rate {at}'
 
 _most_rows = 40
 
