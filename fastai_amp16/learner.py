@@ -151,7 +151,8 @@ def plot_headroom(self:DynamicMixedPrecision,
 
     Also draws how many bits the gradients lose, and where batches ran again, the loss scale fell or layers moved."""
     df = self.headroom
-    if not len(df): return print('No step was compared with fp32 '+('so far.' if self.rerun else 'because of rerun=False.'))
+    why = 'so far' if self.rerun else 'because of rerun=False'
+    if not len(df): return print(f'No step was compared with fp32 {why}.')
     return plot_room(df, self.history, self.log.kept_since.values(), axs)
 
 # %% ../nbs/02_learner.ipynb #1bf1cb2e

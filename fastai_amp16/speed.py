@@ -151,8 +151,9 @@ class _Contender:
             before = torch.cuda.memory_allocated(self.device)
         try:
             self.learn.fit(1, 0., cbs=clock)
-            if len(clock.times)<2: raise RuntimeError(
-                f"compare_precisions() needs {_warm+_steps} batches in a row, but a callback ended the fit before that.")
+            if len(clock.times)<2:
+                says = f"needs {_warm+_steps} batches in a row, but a callback ended the fit."
+                raise RuntimeError(f"compare_precisions() {says}")
         except Exception as e:
             if not (self.may_fail or is_out_of_memory(e)): raise
             self.error = error_in_words(e)

@@ -111,12 +111,12 @@ def _rows(note, info):
 _horizon = 4 # forecasts reach to so many times the steps that were noted; noise would fill longer ones
 
 def _next_to_overflow(bits):
-    """The module that overflows next if all go on growing as since the first half of the fit; the step it is compared with, and when
+    """The module that overflows next if all go on growing as they did, the step it is compared with, and when
 
     First if it grows by the same factor in each step; last if by equal steps, as weights do with Adam. `None` if that is
     far off. `bits` has a row for each step that was noted, from 1, and a column for each module."""
     now = bits.index[-1]
-    before = max(bits.index[bits.index<=now/2], default=now)
+    before = max(bits.index[bits.index<=now/2], default=now) # small differences between near steps are noise
     fell = bits.loc[before]-bits.loc[now]
     times = (bits.loc[now]/fell)[fell>0].dropna() # as long as from `before` until now
     if not len(times): return None
@@ -124,9 +124,19 @@ def _next_to_overflow(bits):
     begin = now+n*(now-before)
     return (name,before,begin,now*(now/before)**n) if begin<_horizon*now else None
 
-def _in_words(bits, name, now, before=None):
-    res = f"{f'`{name}`' if name else 'the model'}, {bits[name][now]:.1f} bits at step {now}"
-    return res if before is None else f'{res}, {bits[name][before]:.1f} at step {before}'
+def _forecast(bits, history):
+    "The module that overflows next, the step it is compared with, and when, in words; `None` if it would be noise"
+    last = bits.index[-1]
+    fit = history[history.fit==history.fit[last]]
+    start = fit.step.min()-1
+    found = _next_to_overflow(bits[bits.index>start].rename(lambda step: step-start))
+    if not found or fit.kind[last]=='lr_find': return None # the weights of a search are gone
+    name,before,*when = found
+    begin,end = [o+start for o in when]
+    begin = max(begin, len(history)) # no forecast is for a step that was made
+    if end<begin: return None
+    far = start+_horizon*(last-start)
+    return name,before+start,f'between steps {begin:.0f} and {end:.0f}' if end<far else f'from step {begin:.0f} on'
 
 def least_room(
     df:pd.DataFrame, # From `Headroom.frame`
@@ -137,17 +147,13 @@ def least_room(
     if not len(df): return ''
     bits = df.pivot(index='step', columns='module', values='bits')
     last = bits.index[-1]
-    fit = history[history.fit==history.fit[last]]
-    start = fit.step.min()-1
-    found = _next_to_overflow(bits[bits.index>start].rename(lambda step: step-start))
-    least = f'least room: {_in_words(bits, bits.loc[last].idxmin(), last)}'
-    if not found or fit.kind[last]=='lr_find': return least # the weights of a search are gone
-    name,before,*when = found
-    begin,end = [o+start for o in when]
-    begin = max(begin, len(history))
-    if end<begin: return least # no forecast is for a step that was made
-    at = f'between steps {begin:.0f} and {end:.0f}' if end<start+_horizon*(last-start) else f'from step {begin:.0f} on'
-    return f'next to overflow: {_in_words(bits, name, last, before+start)}:\nat this rate {at}'
+    found = _forecast(bits, history)
+    name = found[0] if found else bits.loc[last].idxmin()
+    where = f'`{name}`' if name else 'the model'
+    room = f'{where}, {bits[name][last]:.1f} bits at step {last}'
+    if not found: return f'least room: {room}'
+    _,before,when = found
+    return f'next to overflow: {room}, {bits[name][before]:.1f} at step {before}:\nat this rate {when}'
 
 _most_rows = 40
 
