@@ -125,7 +125,7 @@ def _next_to_overflow(bits):
     return (name,before,begin,now*(now/before)**n) if begin<_horizon*now else None
 
 def _forecast(bits, history):
-    "The module that overflows next, the step it is compared with, and when, in words; `None` if it would be noise"
+    "The module that overflows next, the step it is compared with, and when, in words; `None` for mere noise"
     last = bits.index[-1]
     fit = history[history.fit==history.fit[last]]
     start = fit.step.min()-1
