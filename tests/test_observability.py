@@ -1,5 +1,5 @@
 "What a fit says of itself: a line, the progress bar, an event, numbers for TensorBoard and W&B, dicts, and the room of each layer"
-import copy,gc,itertools,json,math,pickle,re,sys,weakref
+import copy,gc,json,math,pickle,re,sys,weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 import matplotlib.pyplot as plt
