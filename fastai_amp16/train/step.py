@@ -67,7 +67,7 @@ class Step(Attempts):
 
     @property
     def lacks_backward(self) -> bool:
-        "Whether there was no backward pass, which a callback may have cancelled; `False` where several ranks must agree"
+        "Whether there was no backward pass; a callback may have cancelled it. `False` where several ranks must agree"
         return self.loss is None and self.ranks.size==1
 
     def begin_attempt(self,
