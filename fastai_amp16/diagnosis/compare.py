@@ -301,7 +301,7 @@ class Comparison:
         return self.weights is not None and ModelState.same_weights(self.weights, weights)
 
     def make(self,
-        step:Step, # Notes in `silent` whether the predictions are wrong
+        step:Step, # Notes in `silent` whether the predictions seem wrong
         plan:PrecisionPlan, # The precision of each module
         call, # Makes the first call of the model in the batch
         call_by # Takes a plan, and makes this call by it with copies of the inputs

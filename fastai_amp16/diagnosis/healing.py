@@ -33,7 +33,7 @@ class Verdict(Enum):
 
 @dataclass
 class Diagnosis:
-    "What is the matter with the batches of a step, the same on all ranks"
+    "What is the matter with the batches of a step; all but `error` is the same on all ranks"
     verdict:Verdict # What came of it
     reports:list # Of `PrecisionReport`, one for each fault
     failures:list # Why the diagnosis failed, in words
@@ -105,7 +105,7 @@ def diagnose_step(
     case:Case, # The batches of the step
     error:Exception=None # The exception that half precision raised on this rank, if any
 ) -> Diagnosis:
-    "Find out what is the matter with the batches of a step; all ranks call this, and get the same"
+    "Find out what is the matter with the batches of a step; all ranks call this, and get the same but for `error`"
     silent = case.silent = case.ranks.any(case.silent) # which `diagnose` changes
     raised = error and error_in_words(error)
     reports,failed,why,raised = zip(*case.ranks.gather((*_of_this_rank(case, error),raised)))

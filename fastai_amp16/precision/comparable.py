@@ -57,7 +57,7 @@ def _as_drawn(t):
 
 class _DrawsInFp32(TorchDispatchMode):
     "Random numbers, dropout's too, are drawn in fp32 and rounded"
-    drew = False # Has anything been drawn?
+    drew = False # Was one of `_draws` called?
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.overloadpacket not in _draws: return func(*args, **kwargs)

@@ -33,7 +33,7 @@ class Reading(NamedTuple):
     norm:float # Norm of the gradients that the optimizer uses
     loss:float # The loss
     others:float # Norm of all other gradients
-    silent:float # On how many ranks is half precision known to be wrong, although everything is finite?
+    silent:float # On how many ranks does half precision seem wrong, although everything is finite?
 
     @property
     def outcome(self) -> Outcome:

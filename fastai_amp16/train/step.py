@@ -29,7 +29,7 @@ class Step(Attempts):
     ranks:Ranks = field(default_factory=Ranks) # The processes that train together
     rerun:bool = True # May batches run again, as the user chose?
     reruns:int = 0 # Number of attempts after the first
-    silent:bool = False # May predictions or gradients be wrong although everything is finite?
+    silent:bool = False # Do predictions or gradients of half precision seem wrong, although everything is finite?
     error:Exception = None # The exception that half precision raised
     failed:bool = False # Did a diagnosis fail?
     # the present attempt
@@ -67,7 +67,7 @@ class Step(Attempts):
 
     @property
     def lacks_backward(self) -> bool:
-        "Whether there was no backward pass so far; a callback may have cancelled it"
+        "Whether there was no backward pass; a callback may have cancelled it. `False` where several ranks must agree"
         return self.loss is None and self.ranks.size==1
 
     def begin_attempt(self,
@@ -133,7 +133,7 @@ class Step(Attempts):
 
     @property
     def is_silent(self) -> bool:
-        "Whether the present attempt is known to be wrong, although everything may be finite"
+        "Whether the present attempt seems wrong, although everything may be finite"
         return self.silent and not self.in_fp32
 
     def _read(self, grads):

@@ -183,8 +183,8 @@ _push,_pop = [getattr(_python_dispatch, o, None) for o in ('_push_mode','_pop_mo
 class TorchDispatchMode(_python_dispatch.TorchDispatchMode):
     """torch's documented one, without an import of its compiler when the mode first sees an operator
 
-    That import takes seconds. It also leaves alone the flags that torch keeps for the whole process, which two threads
-    would leave on. Without the names, it sets them."""
+    That import takes seconds. This mode does not set the flags that torch keeps for the whole process, either: with two
+    threads in such modes, these could stay on. Without the names, it sets them."""
     def __enter__(self):
         if _push is None: return super().__enter__()
         _push(self)
