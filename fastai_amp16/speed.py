@@ -35,9 +35,9 @@ def compare_precisions(self:Learner,
     require(isinstance(n, int) and n>0, 'compare_precisions', 'n', n, 'a whole number above 0')
     if self._fitting: raise RuntimeError("compare_precisions() trains in turns: call it outside a fit.")
     dl = self.dls.train
-    with unchanged(self, dl), warnings.catch_warnings():
+    with unchanged(self, dl, watch=False) as kept, warnings.catch_warnings():
         warnings.simplefilter('ignore') # the table says it
-        return _compare(self, *_load(dl), math.ceil(n/_steps))
+        return _compare(self, kept, *_load(dl), math.ceil(n/_steps))
 
 # %% ../nbs/06_speed.ipynb #2f45e678
 _formats = { # of the columns
@@ -90,16 +90,16 @@ class PrecisionComparison:
 _warm,_steps = 2,5 # steps of a fit before the clock starts, and until it stops
 
 def _load(dl):
-    "The batches of a round, and the seconds that loading one takes after the first"
-    n,it = _warm+_steps,iter(dl)
-    workers = max(1, getattr(dl, 'fake_l', dl).num_workers)
-    n_timed = workers*math.ceil((n-1)/workers) # workers load side by side, so each one has to load as many
-    batches = [*islice(it, 1)]
+    "The batches of a round, and the seconds that loading one takes in the long run"
+    n = _warm+_steps
+    ahead = max(n-1, 2*getattr(dl, 'fake_l', dl).num_workers) # workers have at most so many ready when the first one comes
+    batches,times = [],[]
+    for b in islice(dl, 2*ahead+1):
+        times.append(perf_counter())
+        if len(batches)<n: batches.append(b)
     if not batches: raise ValueError("compare_precisions() needs a batch, and the training set gives none.")
-    start = perf_counter()
-    batches += islice(it, n_timed)
-    seconds = (perf_counter()-start)/max(1, len(batches)-1)
-    return [*islice(cycle(batches[:n]), n)],seconds
+    later = times[len(times)//2:]
+    return [*islice(cycle(batches), n)],(later[-1]-later[0])/max(1, len(later)-1)
 
 _acts_in_step = 'before_batch after_pred after_loss before_backward after_backward before_step after_step'.split()
 _of_fastai = 'channelslast','mixup','rnn','training' # its modules whose callbacks change a step
@@ -178,13 +178,15 @@ def _ways(learn):
 
 def _half(t): return t[:len(t)//2] if t.dim() else t
 
-def _compare(learn, batches, load, rounds):
+def _compare(learn, kept, batches, load, rounds):
     contenders = {name: _Contender(learn, batches, prepare, name!='fp32') for name,prepare in _ways(learn).items()}
     small = _Contender(learn, [replace(b, _half) for b in batches], noop) # which some models do not take
-    for i in range(rounds+1):
-        for o in (*contenders.values(),small):
-            o.round()
-            if i==0: o.seconds.clear() # this one has warmed up
+    everyone = *contenders.values(),small
+    with kept: # which slows down small models; the other rounds write to the same weights
+        for o in everyone: o.round()
+    for o in everyone: o.seconds.clear() # the first round has warmed up
+    for _ in range(rounds):
+        for o in everyone: o.round()
     fp32 = contenders['fp32'].seconds or repeat(1.)
     gains = {name: [a/b for a,b in zip(fp32, o.seconds)] for name,o in contenders.items()}
     table,best = _table(contenders, gains, find_bs(batches[0])),_best(gains)

@@ -171,9 +171,9 @@ class Slow:
 @pytest.mark.parametrize('workers', [0,8])
 @pytest.mark.parametrize('cls', [DataLoader,torch.utils.data.DataLoader])
 def test_the_time_of_loading_is_that_of_workers_in_the_long_run(cls, workers):
-    "Eight of them have seven more batches ready when the first one comes"
+    "Eight of them have up to sixteen batches ready when the first one comes"
     batches,seconds = speed._load(cls(Slow(), batch_size=1, num_workers=workers))
-    assert len(batches)==7 and seconds>=.9*.2/max(1, workers)
+    assert len(batches)==7 and seconds>=.5*.2/max(1, workers)
 
 def test_a_sentence_has_speed_and_memory():
     table = pd.DataFrame({'× fp32': [1.,1.9,math.nan], 'of fp32': [1.,.62,math.nan]}, ['fp32','bf16','fp16'])

@@ -8,6 +8,7 @@ __all__ = ['ModelState', 'LearnerState', 'AllNoted', 'unchanged', 'learner_rando
 
 # %% ../../nbs/train/03_snapshot.ipynb #74a48ee3
 import operator,re
+from contextlib import nullcontext
 from inspect import signature
 from itertools import repeat
 from fastai.basics import *
@@ -315,14 +316,15 @@ class AllNoted:
 def unchanged(
     learn:Learner, # Its model, loss function and callbacks may run
     dl=None, # A data loader that may run as well
-    noted:AllNoted=None # At this very moment, or where the end is to be as then
+    noted:AllNoted=None, # At this very moment, or where the end is to be as then
+    watch:bool=True # See what is written to weights from now on? Otherwise, what runs in the `KeptWeights` is seen
 ): # A `KeptWeights`
     "A context in which you may run batches of `learn`; at its end everything is as before, gradients included"
     noted = noted or AllNoted(learn, dl)
     weights = KeptWeights(noted.params)
     for p in learn.model.parameters(): p.grad = None # else a backward pass would add to them
     try:
-        with weights: yield weights
+        with weights if watch else nullcontext(): yield weights
     finally:
         noted.restore()
         weights.restore()
