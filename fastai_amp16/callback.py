@@ -137,7 +137,7 @@ class DynamicMixedPrecision(MixedPrecision):
             self.plan,self.ranks,self.states = self.make_plan(learn.model),Ranks(learn.model),None
             self.scaler.enable(self.amp_mode==AMPMode.FP16 and bool(self.plan.in_half))
         if entry is not None:
-            # others of the model come with a new plan
+            # a new model has got a new plan above, and so no states; a new loss function needs new ones, too
             if self.states is None or self.states[0].loss_func is not learn.loss_func:
                 modules = ModelState(self.plan.model, learn.loss_func, learn)
                 modules.infinity_is_fault = self.infinite_model is not learn.model

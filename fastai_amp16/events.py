@@ -21,8 +21,8 @@ def _in_turn(cbs, event_name):
     with suppress(StopIteration):
         for cb in cbs: cb(event_name)
 
-event.after_precision_change = 'after_precision_change' # as fastai knows its own, so that a callback may have it
-# also as an argument, `Callback(after_precision_change=f)`; a list of its own, since fastai's is that of its events
+event.after_precision_change = 'after_precision_change'
+# for `Callback(after_precision_change=f)`; not `+=`, since fastai's list is that of its own events
 Callback._methods = [*Callback._methods, event.after_precision_change]
 
 class ActingCallbacks:

@@ -268,9 +268,9 @@ def _closures_in_fp32(learn):
         end.remove()
 
 def _fit(learn, f):
-    "Run `f`, which is all epochs, without gradients from before, and leave none behind"
+    "Run `f`, which is all epochs; gradients that wait for a step stay, as in fastai, but the step is forgotten"
     if learn._fitting: return _while_patched(learn, f)
-    vars(learn).pop('_loaded', None) # by a fit without mixed precision
+    vars(learn).pop('_loaded', None) # a mixed precision that is added later would find it out of date
     finds_lr = bool(learn._grab_cbs(LRFinder))
     def run():
         learn._fitting = True

@@ -355,8 +355,9 @@ def section(res):
 
 {table(res)}
 
-Gemma 3's norms are in fp32 from the start, so nothing fails. For XCiT, the diagnosis names the layer that gets the large gradient of
-`F.normalize`, not the function. Janus's decoder, which has the same blocks, takes the place of Stable Diffusion's VAE. Where a report names
+Gemma 3's norms are in fp32 from the start, so nothing fails. For Pegasus, `fc2` itself overflows here, so the diagnosis
+names it, and not what follows it. For XCiT, the diagnosis names the layer that gets the large gradient of `F.normalize`, not the function.
+Janus's decoder, which has the same blocks, takes the place of Stable Diffusion's VAE. Where a report names
 no module, ours is the one whose code overflows. [published.py](accuracy/published.py) has the details of each failure."""
     return f"""### Published failures
 

@@ -151,7 +151,8 @@ def shown(policy):
     "The name of a policy, as tables show it"
     first,*rest = policy.split(', ')
     if first=='ours':
-        return ', '.join(['**`to_fp16_dynamic`**', *(f'`{o}`' if '=' in o else 'grows only if there is room' for o in rest)])
+        if policies[policy][0] is IntoRoom: return '`to_fp16_dynamic`, if it grew only where there is room (not an option)'
+        return ', '.join(['**`to_fp16_dynamic`**', *(f'`{o}`' for o in rest)])
     return policy.replace('torch', 'PyTorch').replace('static, ', 'static scale of ')
 
 def mean(rows, policy, kind, key):

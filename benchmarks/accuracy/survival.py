@@ -196,7 +196,8 @@ def section(res):
     return f"""### What survives
 
 Of {len(hard)} trainings that are hard for fp16, {kept(hard, ours)} survive with `to_fp16_dynamic`, {kept(hard, 'to_fp16')} with `to_fp16`,
-and {kept(hard, old)} with fastai's older `to_non_native_fp16`. Of {len(events)} events in a fit, such as Ctrl-C or an infinite batch, fits
+and {kept(hard, old)} with fastai's older `to_non_native_fp16` (its results are in
+[survival.json](accuracy/survival.json)). Of {len(events)} events in a fit, such as Ctrl-C or an infinite batch, fits
 survive {kept(events, ours)}, {kept(events, 'to_fp16')} and {kept(events, old)} of them, respectively.
 
 We chose these cases ourselves. In everyday training, `to_fp16` usually works, and [random programs](#finite-but-wrong) are the better

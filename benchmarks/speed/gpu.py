@@ -317,7 +317,7 @@ def _caveats(res):
     def names(os): return markdown.listed(f'`{o}`' for o in os)
     few = [o for o in res['arguments']['models'] if any(r.get('rounds')==1 for r in res['rows'] if r['model']==o)]
     left_out = [o for k,there in (('models',models),('contenders',contenders)) for o in there if o not in res['arguments'][k]]
-    if few: yield f"{names(few)} had one round of {res['arguments']['steps']} steps or less, so their numbers are rough."
+    if few: yield f"{names(few)} had one round of {res['arguments']['steps']} steps or fewer, so their numbers are rough."
     also = markdown.listed(_in_words.get(o, f'`{o}`') for o in left_out)
     if left_out: yield f"The script can also measure {also}; these results are missing here."
 
