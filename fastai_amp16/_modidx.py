@@ -1133,6 +1133,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastai_amp16.speed._reasons': ('speed.html#_reasons', 'fastai_amp16/speed.py'),
                                     'fastai_amp16.speed._table': ('speed.html#_table', 'fastai_amp16/speed.py'),
                                     'fastai_amp16.speed._takes_part': ('speed.html#_takes_part', 'fastai_amp16/speed.py'),
+                                    'fastai_amp16.speed._time': ('speed.html#_time', 'fastai_amp16/speed.py'),
                                     'fastai_amp16.speed._ways': ('speed.html#_ways', 'fastai_amp16/speed.py')},
             'fastai_amp16.train.decide': { 'fastai_amp16.train.decide.Attempts': ( 'train/decide.html#attempts',
                                                                                    'fastai_amp16/train/decide.py'),

@@ -92,7 +92,7 @@ _warm,_steps = 2,5 # steps of a fit before the clock starts, and until it stops
 def _load(dl):
     "The batches of a round, and the seconds that loading one takes in the long run"
     n = _warm+_steps
-    ahead = max(n-1, 2*getattr(dl, 'fake_l', dl).num_workers) # workers have at most so many ready when the first one comes
+    ahead = max(n-1, 2*getattr(dl, 'fake_l', dl).num_workers) # workers have at most so many ready at first
     batches,times = [],[]
     for b in islice(dl, 2*ahead+1):
         times.append(perf_counter())
@@ -178,15 +178,18 @@ def _ways(learn):
 
 def _half(t): return t[:len(t)//2] if t.dim() else t
 
+def _time(contenders, kept, rounds):
+    "Time the contenders in turns, after a round to warm up"
+    with kept: # which slows small models down; the other rounds write to the same weights
+        for o in contenders: o.round()
+    for o in contenders: o.seconds.clear()
+    for _ in range(rounds):
+        for o in contenders: o.round()
+
 def _compare(learn, kept, batches, load, rounds):
     contenders = {name: _Contender(learn, batches, prepare, name!='fp32') for name,prepare in _ways(learn).items()}
     small = _Contender(learn, [replace(b, _half) for b in batches], noop) # which some models do not take
-    everyone = *contenders.values(),small
-    with kept: # which slows down small models; the other rounds write to the same weights
-        for o in everyone: o.round()
-    for o in everyone: o.seconds.clear() # the first round has warmed up
-    for _ in range(rounds):
-        for o in everyone: o.round()
+    _time((*contenders.values(),small), kept, rounds)
     fp32 = contenders['fp32'].seconds or repeat(1.)
     gains = {name: [a/b for a,b in zip(fp32, o.seconds)] for name,o in contenders.items()}
     table,best = _table(contenders, gains, find_bs(batches[0])),_best(gains)

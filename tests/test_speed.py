@@ -12,6 +12,7 @@ from common import *
 from fastai_amp16 import speed
 from fastai_amp16.all import GradientNormClip,PrecisionWarning
 from fastai_amp16.doctor import Device
+from fastai_amp16.train.weights import KeptWeights
 
 def state(learn):
     "What a fit may change"
@@ -76,6 +77,19 @@ def test_weights_that_are_written_to_in_place_come_back(model, cbs):
         before = state(learn)
         with expected: learn.compare_precisions(1)
         assert same(before, state(learn))
+
+def test_what_is_timed_is_not_watched_for_writes(monkeypatch):
+    "That would slow small models down"
+    seen,fits = [],[]
+    class Counts(Callback):
+        def before_fit(self): fits.append([])
+        def before_batch(self): fits[-1].append(len(seen))
+    watch = KeptWeights.__torch_function__
+    monkeypatch.setattr(KeptWeights, '__torch_function__', lambda self, func, *args: seen.append(func) or watch(self, func, *args))
+    found = learner(plain_mlp, cbs=Counts()).compare_precisions()
+    n = len(found.table)+1 # with that of half a batch
+    timed = [counts[-1]-counts[2] for counts in fits]
+    assert len(fits)==4*n and all(timed[:n]) and not any(timed[n:])
 
 def test_a_model_need_not_take_half_a_batch():
     def whole(x):
