@@ -92,7 +92,8 @@ _warm,_steps = 2,5 # steps of a fit before the clock starts, and until it stops
 def _load(dl):
     "The batches of a round, and the seconds that loading one takes in the long run"
     n = _warm+_steps
-    ahead = max(n-1, 2*getattr(dl, 'fake_l', dl).num_workers) # workers have at most so many ready at first
+    workers = getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0)
+    ahead = max(n-1, 2*workers) # so many are ready at most when the first one comes
     batches,times = [],[]
     for b in islice(dl, 2*ahead+1):
         times.append(perf_counter())

@@ -119,6 +119,11 @@ def test_a_fit_that_a_callback_ends_is_said_and_a_short_epoch_is_no_matter(model
     with pytest.raises(RuntimeError, match='needs 7 batches in a row, but a callback'): learner(model, cbs=Ends()).compare_precisions(1)
     assert learner(model, cbs=ShortEpochCallback(.1)).compare_precisions(1).recommended
 
+def test_a_list_of_batches_is_a_loader():
+    learn = learner()
+    learn.dls = DataLoaders([*learn.dls.train], [])
+    assert learn.compare_precisions(1).table['× fp32'].notna().all()
+
 def test_without_a_batch_there_is_nothing_to_compare():
     learn = learner()
     learn.dls = DataLoaders.from_dsets(learn.dls.train_ds[:3], bs=16)
