@@ -181,7 +181,7 @@ def _half(t): return t[:len(t)//2] if t.dim() else t
 
 def _time(contenders, kept, rounds):
     "Time the contenders in turns, after a round to warm up"
-    with kept: # which slows small models down; the other rounds write to the same weights
+    with kept: # notes which weights are written to; that slows small models down, and later rounds write to no others
         for o in contenders: o.round()
     for o in contenders: o.seconds.clear()
     for _ in range(rounds):
