@@ -211,7 +211,7 @@ def _table(contenders, gains, n):
 _gain = 1.05 # less is no gain
 
 def _best(gains):
-    "The precision to recommend, by the speed of each one in each round, × fp32 (or × 1 s, where that failed)"
+    "The precision to recommend, by their speed in each round, × fp32; where fp32 failed, in steps per second"
     fp16,bf16 = [min(gains[o], default=0.) for o in ('fp16','bf16')]
     if gains['fp32'] and max(fp16, bf16)<_gain: return 'fp32'
     return 'fp16' if fp16>_gain*bf16 else 'bf16'

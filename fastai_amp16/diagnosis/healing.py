@@ -25,7 +25,7 @@ class Verdict(Enum):
     scale = 'a lower loss scale fits'
     unhealed = 'half precision cannot hold the batch, and nothing that was tried helps'
     lost = 'fp32 cannot use the batch either'
-    fine = 'nothing is at fault: an infinity is intended'
+    fine = 'nothing is at fault: an infinity is intended, or a suspicion has come to nothing'
     gone = 'half precision can hold the batch when it runs again unchanged'
     unknown = 'the diagnosis failed'
     no_fp32 = 'the diagnosis failed, since the batch cannot run in fp32'
