@@ -162,7 +162,7 @@ def _heatmap(ax, table, label, vmax, **kwargs):
     "Draw a table with a row for each module and a column for each step"
     mesh = ax.pcolormesh(table.values, edgecolors='white', linewidth=.5, vmin=0, vmax=vmax, **kwargs)
     ax.set_yticks(np.arange(len(table))+.5, table.index.where(table.index!='', '(the model)'), fontsize=8)
-    few = slice(None, None, 1+len(table.columns)//20) # more labels would overlap
+    few = slice(None, None, 1+len(table.columns)//12) # more labels would overlap
     ax.set_xticks((np.arange(len(table.columns))+.5)[few], table.columns[few])
     ax.invert_yaxis()
     ax.figure.colorbar(mesh, ax=ax, label=label, ticks=range(0,vmax+1,5), aspect=10)
