@@ -114,8 +114,8 @@ def _next_to_overflow(bits):
     """The module that overflows next if all go on growing as they did, the step it is compared with, and when
 
     First if it grows by the same factor in each step; last if as a power of the number of steps, as products of weights
-    do with Adam. `None` if that is far off. `bits` has a row for each step that was noted, from 1, and a column for each
-    module."""
+    do with Adam. `None` if that is far off. `bits` has a row for each step that was noted, from 1, and a column for
+    each module."""
     now = bits.index[-1]
     before = max(bits.index[bits.index<=now/2], default=now) # small differences between near steps are noise
     fell = bits.loc[before]-bits.loc[now]
