@@ -612,6 +612,14 @@ def test_a_forecast_comes_true(first):
     made = pd.concat([history[:40], history[40:41].loc[[40]*(moved-30)]], ignore_index=True) # what was made is no forecast
     assert int(forecast.fullmatch(least_room(df[df.step<=39], made))[6])==len(made)
 
+def test_a_layer_that_began_with_zeros_hides_no_forecast():
+    "As where a residual branch starts with weights of 0: its room was infinite, and is ample"
+    history = pd.DataFrame(dict(step=range(40), fit=0, kind='fit'))
+    rows = [(step,name,1.,bits,0.,False) for step,*both in ((7,math.inf,12.), (39,15.,4.)) for name,bits in zip(('branch','head'), both)]
+    df = pd.DataFrame(rows, columns=['step','module','largest','bits','lost','in_fp32'])
+    said = least_room(df, history)
+    assert forecast.fullmatch(said)[1]=='head' and said==least_room(df[df.module=='head'], history)
+
 @pytest.mark.parametrize('seed', range(3))
 def test_noise_is_no_growth(seed):
     "From batch to batch, the largest numbers differ by some bits, also at the beginning of a fit"

@@ -119,7 +119,8 @@ def _next_to_overflow(bits):
     now = bits.index[-1]
     before = max(bits.index[bits.index<=now/2], default=now) # small differences between near steps are noise
     fell = bits.loc[before]-bits.loc[now]
-    times = (bits.loc[now]/fell)[fell>0].dropna() # as long as from `before` until now
+    # as long as from `before` until now; what begins with only zeros had infinite room, of which no rate follows
+    times = (bits.loc[now]/fell)[fell.between(0, math.inf, inclusive='neither')].dropna()
     if not len(times): return None
     n,name = times.min(),times.idxmin()
     begin = now+n*(now-before)
