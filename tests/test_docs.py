@@ -354,7 +354,7 @@ def test_results_in_the_readme_are_those_of_the_benchmarks():
     exec(compile(ast.Module([o for o in helpers if isinstance(o, plain)], []), 'helpers', 'exec'), space)
     told = [c for c in cells if 'echo' in readme.directives(c) and 'text/markdown' in c.outputs[0].data]
     shown = [c for c in told if 'learn.mixed' not in readme.code(c)] # needs the fit
-    assert len(shown)==4
+    assert len(shown)==3
     for c in shown:
         *before,result = ast.parse(c.source).body
         exec(compile(ast.Module(before, []), 'cell', 'exec'), space)
@@ -370,9 +370,9 @@ def test_what_a_gpu_did_is_in_the_readme():
     res,text = report.stored(gpu),' '.join((root/'README.md').read_text().split())
     def over(base, key='samples_per_second'): return gpu.ratios(res, 'to_fp16_dynamic', base, key)
     sizes,others = res['arguments']['bs'],[o for o in res['arguments']['models'] if o!='large_predictions']
-    columns = over('fp32'),over('fp32', 'peak_mib'),over('to_fp16'),over('to_fp16_fused')
+    columns = over('fp32'),over('fp32', 'peak_mib'),over('to_fp16_fused')
     for m in res['arguments']['models']: assert ' | '.join(' / '.join(f'{o[m,bs]:.2f}' for bs in sizes) for o in columns) in text
-    for o in columns: assert markdown.span(v for (m,_),v in o.items() if m in others) in text
+    for o in (*columns,over('to_fp16')): assert markdown.span(v for (m,_),v in o.items() if m in others) in text
     least,at = min((columns[-1]['large_predictions',bs],bs) for bs in sizes)
     assert f'{least:.2f} of `to_fp16` with a fused AdamW (batches of {at}, ' in text and res['machine'] in text
 
