@@ -186,7 +186,7 @@ def lists(rows):
     found = {}
     for r in rows:
         who = [f'`{o}`' for o in contenders[:2] if r[o]]
-        found.setdefault('only '*(len(who)==1)+' and '.join(who) or 'neither', []).append(f"- {r['what']}")
+        found.setdefault((' and '.join(who) or 'neither')+' only'*(len(who)==1), []).append(f"- {r['what']}")
     return '\n\n'.join(f'With {who}:\n\n'+'\n'.join(what) for who,what in found.items())
 
 def section(res):
@@ -197,8 +197,8 @@ def section(res):
     return f"""### What survives
 
 Of {len(hard)} trainings that are hard for fp16, {kept(hard, ours)} survive with `to_fp16_dynamic`, and {kept(hard, 'to_fp16')} with
-`to_fp16`. Of {len(events)} events in a fit, such as Ctrl-C or an infinite batch, fits survive {kept(events, ours)} and
-{kept(events, 'to_fp16')}.
+`to_fp16`. Of {len(events)} events in a fit, such as Ctrl-C or an infinite batch, {kept(events, ours)} leave a fit
+intact with `to_fp16_dynamic`, and {kept(events, 'to_fp16')} with `to_fp16`.
 
 We chose these cases ourselves. In everyday training, `to_fp16` usually works, and [random programs](#finite-but-wrong) are the better
 evidence.

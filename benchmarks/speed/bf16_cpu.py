@@ -48,12 +48,12 @@ def measure(name, model, shape, bs, steps, rounds):
 
 def table(*results):
     "A Markdown table of one or more measurements"
-    shown = 'fp32','`to_bf16_dynamic`','PyTorch loop, fp32','PyTorch loop, autocast'
-    def cells(r):
-        times,speedups = [f"{r['ms'][k][1]:.0f}" for k in contenders],['1.00',f"{r['ours'][1]:.2f}",'1.00',f"{r['by_hand'][1]:.2f}"]
-        return [f'{over} ({ms})' for over,ms in zip(speedups, times)]
-    def line(res, r): return r['model'],'not used' if res['limited_to'] else 'used',*cells(r)
-    return markdown.table(['speed / fp32 (ms)', 'bf16 instructions', *shown], (line(res, r) for res in results for r in res['rows']), 'llr')
+    def line(res, r):
+        fp32,ours,*_ = (f"{r['ms'][k][1]:.0f}" for k in contenders)
+        speed = [f"{r[k][1]:.2f}" for k in ('ours','by_hand')]
+        return r['model'],'not used' if res['limited_to'] else 'used',fp32,ours,*speed
+    head = ['model','bf16 instructions','fp32, ms','`to_bf16_dynamic`, ms','speed, × fp32','speed of a PyTorch loop with autocast, × fp32']
+    return markdown.table(head, (line(res, r) for res in results for r in res['rows']), 'llr')
 
 def section(res):
     "With the results of a CPU without instructions for bf16, which have a file of their own"
