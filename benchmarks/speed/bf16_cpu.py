@@ -66,7 +66,7 @@ def section(res):
 On a CPU with instructions for bf16, training with `to_bf16_dynamic` is {speed(res)} times as fast as in fp32, and {speed(res, 'by_hand')}
 times with plain autocast. On one without them, it is {speed(without)} times as fast, and `fp16_doctor` warns you.
 
-For the second measurement, the same CPU did not use these instructions (`ONEDNN_MAX_CPU_ISA={without['limited_to']}`).
+For the second case, the same CPU ran without these instructions (`ONEDNN_MAX_CPU_ISA={without['limited_to']}`).
 {'. '.join(map(size, res['rows']))}. {markdown.ran(res)}
 
 {table(res, without)}"""

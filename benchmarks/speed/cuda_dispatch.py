@@ -166,8 +166,8 @@ def claim(rows):
     def beside(r): return r['`to_fp16_dynamic`'][0]-r['autocast'][0]
     also = markdown.listed(f"{r['model']}: {abs(n)} {'more' if n>0 else 'fewer'}" for r in rows if (n := beside(r)))
     ours = more('`to_fp16_dynamic`')
-    return (f"A forward pass launches {ours} more kernels with `to_fp16_dynamic` than in fp32, as many as with autocast and "
-            "fastai's `to_fp16`"+f' ({also})'*bool(also))
+    return (f"A forward pass launches {ours} more kernels with `to_fp16_dynamic` than in fp32, as many as with autocast, "
+            "which fastai's `to_fp16` uses"+f' ({also})'*bool(also))
 
 def table(res, contenders=contenders):
     "A Markdown table"
