@@ -93,7 +93,7 @@ Contenders take turns in one process, so that changes in the speed of the machin
 is the median of the ratios within each round, unless a section says otherwise. Each section ends with a link to its script. A JSON file
 beside the script has all of its results, and quartiles of the times."""
 
-scripts = """## Scripts
+outro = """## Scripts
 
 To run a benchmark in a clone of this repository, and to update this page:
 
@@ -103,10 +103,10 @@ uv run python benchmarks/report.py
 ```
 
 On a CPU, fastai's own classes run with `'cpu'` in place of their hard-coded `'cuda'` ([fastais.py](shared/fastais.py)). Of the scripts,
-`published.py` needs transformers and timm, and `compatibility.py` a checkout of fastai; `scale_policy.py --record` records new gradients."""
+`published.py` needs transformers and timm, and `compatibility.py` a checkout of fastai."""
 
 def _section(script, *where):
-    "What a script says of its results, with a link to the script below each heading's text"
+    "What a script says of its results, with a link to it below each heading's text"
     path = Path(script.__file__).relative_to(here)
     texts = re.split(r'\n\n(?=### )', script.section(_with_where(stored(script), *where)))
     return '\n\n'.join(f'{o}\n\nScript: [{path.name}]({path})' for o in texts)
@@ -123,6 +123,6 @@ def make():
     on,version = _usual()
     parts = [intro.format(results=_results(), machine=on, fastai=version, gpu=stored(gpu)['machine'].split(',')[0])]
     for group,some in contents.items(): parts += [f'## {group}', *(_section(o, on, version) for o in some)]
-    return '\n\n'.join(map(_wrapped, re.split(r'\n{2,}', '\n\n'.join([*parts,scripts]))))+'\n'
+    return '\n\n'.join(map(_wrapped, re.split(r'\n{2,}', '\n\n'.join([*parts,outro]))))+'\n'
 
 if __name__=='__main__': (here/'README.md').write_text(make())

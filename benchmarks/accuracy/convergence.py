@@ -77,7 +77,7 @@ def table(res):
 
 def section(res):
     seeds = len(res['rows'][0]['figures'])
-    summary = 'Each training: in fp32, the final metric ± standard deviation; elsewhere the difference ± standard error, bold if significant'
+    summary = 'In fp32, the final metric ± standard deviation; elsewhere the difference ± standard error, bold if significant'
     return f"""### Whole trainings
 
 {claim(res)}.

@@ -187,7 +187,8 @@ than PyTorch does, which regains bits at the cost of a few reruns ([the default]
 
 To compare policies, {n} trainings ([trainings.py](accuracy/trainings.py)) ran in bf16, which never overflows.
 [gradient_maxima.json](accuracy/gradient_maxima.json) has the largest scale that each of their steps could have used in fp16. Each policy
-is replayed on these steps. [scale_policy.json](accuracy/scale_policy.json) also has more settings, and artificial gradients that vary a lot.
+is replayed on these steps. [scale_policy.json](accuracy/scale_policy.json) has more settings as well, and artificial gradients that vary
+a lot.
 
 {markdown.folded('Each policy: means over the trainings', details)}"""
 

@@ -193,7 +193,7 @@ def section(res):
     kinds = [[r for r in res['rows'] if r['kind']==kind] for kind in ('training','event')]
     def kept(rows, to): return sum(r[to] for r in rows)
     (hard,events),ours = kinds,'to_fp16_dynamic'
-    of_events = f'The {len(events)} events, in fits of small models (fp32 itself fails the three with infinite numbers, and the resumed fit)'
+    of_events = f'The {len(events)} events, in fits of small models (fp32 itself fails those with infinite numbers, and the resumed fit)'
     return f"""### What survives
 
 Of {len(hard)} trainings that are hard for fp16, {kept(hard, ours)} survive with `to_fp16_dynamic`, and {kept(hard, 'to_fp16')} with

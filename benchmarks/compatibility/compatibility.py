@@ -187,8 +187,8 @@ These cells pass unchanged, but not with this package:
 
 {differing(res)}
 
-These are the {len(rows)} notebooks of fastai that build learners. Each runs unchanged, and once per precision with every new learner in half
-precision. They have {sum(r['cells'] for r in rows)} test cells, of which {markdown.listed(f'{n} {k}' for k,n in why.items() if n)}.
+These are the {len(rows)} notebooks of fastai that build learners. Each runs unchanged, and once per precision with every new learner in
+half precision. They have {sum(r['cells'] for r in rows)} test cells, of which {markdown.listed(f'{n} {k}' for k,n in why.items() if n)}.
 {markdown.ran(res, f"notebooks of version {res['checkout']}")}"""
 
 def main(args=None):

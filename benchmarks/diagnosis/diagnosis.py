@@ -255,6 +255,7 @@ size {res['bs']}. {markdown.ran(res, f"{res['rounds']} rounds")}"""
 def _of_healing(res):
     after,over,rows = res['afterwards'],res['afterwards']['over'],res['by_depth']
     ends = [f(r['blocks'] for r in rows) for f in (min,max)]
+    shown = depth_table([r for r in rows if r['blocks'] in ends])
     def times(k): return f'{over[k][1]:.2f}'
     def weight(k): return (after['added']['healed'][1]-after['added']['healed'][0])/(after['added'][k][1]-after['added'][k][0])
     shares = {k: half/layers for k,(half,layers) in res['hostile'].items()}
@@ -267,13 +268,13 @@ Healing pauses a fit for as long as {markdown.span((r['pause'] for r in rows), '
 The models are transformers of {ends[0]} to {ends[1]} small blocks, each with six linear layers. In the first batch, numbers beyond 65504
 occur in the middle block, or in all blocks. Numbers are medians of {res['fits']} fits; the deepest model ran once. {markdown.ran(res)}
 
-{markdown.folded('Each fault: additional forward passes / pause in steps / layers left in half precision', depth_table([r for r in rows if r['blocks'] in ends]))}
+{markdown.folded('Each fault: additional forward passes / pause in steps / layers left in half precision', shown)}
 
 - **What stays in half precision.** After the {len(shares)} trainings of [hostile.py](shared/hostile.py), {100*average:.0f}% of the linear
   layers and convolutions compute in half precision on average: all of them in {list(shares.values()).count(1)} trainings, and
   {100*shares[least]:.0f}% in `{least}`.
-- **Speed afterwards.** If attention scores overflow in all of {after['blocks']} blocks, a step after healing takes {times('fp16')} of the time
-  of a step in fp16 without the fault. (It takes {times('fp32')} times as long as one in fp32: PyTorch has no fast fp16 on a CPU.)
+- **Speed afterwards.** If attention scores overflow in all of {after['blocks']} blocks, a step after healing takes {times('fp16')} of the
+  time of a step in fp16 without the fault. (It takes {times('fp32')} times as long as one in fp32: PyTorch has no fast fp16 on a CPU.)
 - **Memory afterwards.** A new fit with the same layers in fp32 adds {weight('fp32'):.2f} times as much to peak memory as one in fp32, and
   {weight('fp16'):.2f} times as much as one in fp16 without the fault."""
 
