@@ -336,10 +336,10 @@ def table(res):
 def cell(r):
     "Samples per second and peak memory"
     if r is None or 'error' in r: return r['error'].replace('|', '/') if r else '–'
-    return f"{r['samples_per_second']:.0f}"+(f"; {r['peak_mib']:.0f}" if r['peak_mib'] else '')
+    return _per_second(r, '.0f')+(f"; {r['peak_mib']:.0f}" if r['peak_mib'] else '')
 
 def table_of_all(res):
-    "A Markdown table of the medians of all contenders"
+    "A Markdown table of the medians of all contenders, with quartiles if there were several rounds"
     names,(trainings,row) = res['arguments']['contenders'],_by_training(res)
     lines = ((*at, *(cell(row(*at, o)) for o in names)) for at in trainings)
     return markdown.table(['model','batch size',*(f'`{o}`' for o in names)], lines)
@@ -373,7 +373,7 @@ and picture. fp32 is PyTorch's default: convolutions use TF32, matrix products d
 All contenders train the same models from the same weights with `fit_one_cycle`. To measure your own GPU, run the script, which takes nine
 minutes on a large one. On a small one, try smaller batches (`--bs 8 32`).
 
-{markdown.folded('All contenders: samples per second; peak memory in MiB', details(res))}"""
+{markdown.folded('All contenders: samples per second (quartiles, if there were several rounds); peak memory in MiB', details(res))}"""
 
 def details(res):
     "What few readers look for"
