@@ -33,11 +33,6 @@ def _with_where(res, on, version):
     if res.get('fastai', version)!=version: parts.append(f"fastai {res['fastai']}")
     return {**res, 'where': ', '.join(parts)}
 
-def _link(title):
-    "To a section of the page"
-    anchor = re.sub(r'[^\w -]', '', title.lower()).replace(' ', '-')
-    return f'[{title}](#{anchor})'
-
 def _rows(script): return stored(script)['rows']
 
 def _on_a_gpu():
@@ -94,16 +89,11 @@ Most trainings and models are cases of our own. The random programs, and the mod
 
 Setup, unless a section says otherwise: {machine}, fastai {fastai}. Everything that ran on a GPU ran on one {gpu}.
 
-Contenders take turns in one process, so that changes in the speed of the machine affect all of them. Times are medians, with quartiles in
-parentheses. A ratio of times is the median of the ratios within each round, unless a section says otherwise."""
+Contenders take turns in one process, so that changes in the speed of the machine affect all of them. Times are medians. A ratio of times
+is the median of the ratios within each round, unless a section says otherwise. Each section ends with a link to its script. A JSON file
+beside the script has all of its results, and quartiles of the times."""
 
-def _scripts(sections):
-    "A table of the scripts, and how to run them"
-    def line(script):
-        titles = re.findall('^### (.*)', sections[script], re.M)
-        return f'`{Path(script.__file__).relative_to(here)}`',', '.join(map(_link, titles))
-    rows = [line(o) for scripts in contents.values() for o in scripts]
-    return f"""## Scripts
+outro = """## Scripts
 
 To run a benchmark in a clone of this repository, and to update this page:
 
@@ -112,11 +102,14 @@ uv run python benchmarks/accuracy/short_fits.py
 uv run python benchmarks/report.py
 ```
 
-Each script writes a JSON file with its name, and some also draw a chart. All results on this page come from these files. On a CPU, fastai's
-own classes run with `'cpu'` in place of their hard-coded `'cuda'` ([fastais.py](shared/fastais.py)). Of the scripts, `published.py` needs
-transformers and timm, and `compatibility.py` a checkout of fastai; `scale_policy.py --record` records new gradients.
+On a CPU, fastai's own classes run with `'cpu'` in place of their hard-coded `'cuda'` ([fastais.py](shared/fastais.py)). Of the scripts,
+`published.py` needs transformers and timm, and `compatibility.py` a checkout of fastai."""
 
-{markdown.table(['script','result'], rows, 'l')}"""
+def _section(script, *where):
+    "What a script says of its results, with a link to it below each heading's text"
+    path = Path(script.__file__).relative_to(here)
+    texts = re.split(r'\n\n(?=### )', script.section(_with_where(stored(script), *where)))
+    return '\n\n'.join(f'{o}\n\nScript: [{path.name}]({path})' for o in texts)
 
 def _wrapped(block):
     "Wraps the lines of a paragraph or a list; leaves tables, code, headings and pictures as they are"
@@ -128,10 +121,8 @@ def _wrapped(block):
 def make():
     "The text of benchmarks/README.md"
     on,version = _usual()
-    sections = {o: o.section(_with_where(stored(o), on, version)) for scripts in contents.values() for o in scripts}
     parts = [intro.format(results=_results(), machine=on, fastai=version, gpu=stored(gpu)['machine'].split(',')[0])]
-    for group,scripts in contents.items(): parts += [f'## {group}', *map(sections.get, scripts)]
-    parts.append(_scripts(sections))
-    return '\n\n'.join(map(_wrapped, re.split(r'\n{2,}', '\n\n'.join(parts))))+'\n'
+    for group,some in contents.items(): parts += [f'## {group}', *(_section(o, on, version) for o in some)]
+    return '\n\n'.join(map(_wrapped, re.split(r'\n{2,}', '\n\n'.join([*parts,outro]))))+'\n'
 
 if __name__=='__main__': (here/'README.md').write_text(make())

@@ -30,7 +30,7 @@ def test_short_fits(tmp_path, capsys):
     out,furthest,nearest = capsys.readouterr().out,*(max(r['distance']) for r in rows[:2])
     assert f'After 4 steps, fits that run batches again are within {short_fits.percent(nearest)} of' in out
     assert f'fits that skip steps are up to {short_fits.percent(furthest)} off' in out
-    assert (tmp_path/'x.png').stat().st_size>10_000 and out.count('\n| broken pixels |')==2
+    assert (tmp_path/'x.png').stat().st_size>10_000 and '\n| training | 4 steps | 8 steps |' in out
 
 def test_short_fits_claim_only_what_they_show():
     def row(to, *distance): return dict(contender=to, steps=15, distance=list(distance))
@@ -79,7 +79,7 @@ def test_diagnosis(tmp_path, monkeypatch):
     assert 0<half<layers==18
     after = res['afterwards']
     assert after['in_half']==after['layers']==8 and after['added']['healed']==[100,400] and after['over']['fp32'][1]>0
-    assert '| diagnosis | 0 | 0 | 1.33 | 1.00 | 1.50 | 1.00 |' in diagnosis.memory_table(res['memory'])
+    assert '| diagnosis | 0 | 0 |' in diagnosis.memory_table(res['memory'])
     table = diagnosis.depth_table([{**rows[0], 'passes': 18, 'pause': 60.2}])
     assert '| 2 blocks |' in table and table.endswith('| one | 18 / 60 / 100% |')
 
@@ -245,7 +245,7 @@ def test_silent(tmp_path, monkeypatch):
     assert f'(a GPU). Of those that half precision makes wrong, all {n} in fp16' in silent.on_a_gpu(on_a_gpu)
     r['fp16']['ok'] = on_a_gpu['rows'][rows.index(r)]['fp16']['ok'] = False
     assert f'makes wrong, {n-1} of {n} in fp16' in silent.on_a_gpu(on_a_gpu)
-    assert '| `bias_at_level` | wrong |' in silent.by_family(rows) and '`ordinary`' not in silent.by_family(rows)
+    assert ' of `bias_at_level`' in silent.by_family(rows) and '`ordinary`' not in silent.by_family(rows)
 
 # %% the policies
 def test_replay():
@@ -335,8 +335,8 @@ def test_published_says_what_goes_badly():
                 named=True, spare=[], half=9, could_be=9, layers=10, pause=5.4, reports=[dict(producer='b.wo', op='linear')])
     bad = dict(good, name='z', distance=0.5, named=False, spare=['b.c'], half=3, reports=[dict(producer='', op=None)])
     table = published.table(dict(rows=[good, bad])).splitlines()
-    assert table[2]=='| [a](https://a) | `wo` | 100% skipped | yes, 0.1% | yes: `linear` in `b.wo` | 9 of 10 | 5 |'
-    assert '| no, 50% (2% by rounding alone) | no: ' in table[3] and '| 3 of 10 (9 could) |' in table[3]
+    assert table[2]=='| [a](https://a) | `wo` | 100% | 0.1% | `linear` in `b.wo` | 9 of 10 | 5 |'
+    assert '| **50%** (2% by rounding alone) | no: ' in table[3] and '| 3 of 10 (9 could) |' in table[3]
     assert published.claim([good, bad]).count('1 of 2')==3 and 'In 1 of 2 fits' in published.explained([good, bad])
     assert 'The other 1 ends 50% away' in published.explained([good, bad]) and not published.explained([good])
     assert not published.ends(dict(good, skipped=1))
@@ -386,7 +386,7 @@ def test_libraries():
     fine = dict(steps=6, reruns=0, skipped=0, losses=0.001, preds=0.1, kept=[])
     def row(flow, **kw): return dict(library='tsai', flow=flow, **{c: kw.get(c, fine) for c in libraries.contenders})
     res = dict(libraries=dict(tsai='1.0'), rows=[row('a'), row('b', fp16=dict(error='ValueError: no')), row('c', plain=dict(error='x'))])
-    assert '| tsai | 1.0 | 3 | 2 | 1 | 2 |' in libraries.table(res)
+    assert '| tsai | 1.0 | 2 | 1 | 2 |' in libraries.table(res)
     assert libraries.failing(res).count('ValueError: no')==1 and 'fails with `to_fp16_dynamic`, *b* (tsai)' in libraries.failing(res)
 
 def test_libraries_that_are_missing_are_said(monkeypatch):

@@ -44,7 +44,7 @@ def test_report_is_made_of_the_results():
     text = (root/'benchmarks'/'README.md').read_text()
     assert text==report.make(), 'run `python benchmarks/report.py`'
     for o in re.findall(r'\]\((?!https?:)([^)#]*)', text): assert (root/'benchmarks'/o).exists(), o
-    listed,scripts = set(re.findall(r'^\| `(\w+/\w+\.py)` \|', text, re.M)),(root/'benchmarks').rglob('*.py')
+    listed,scripts = set(re.findall(r'^Script: \[\w+\.py\]\((\S+)\)$', text, re.M)),(root/'benchmarks').rglob('*.py')
     measure = [fn for fn in scripts if 'def main(' in fn.read_text() or fn.with_suffix('.json').exists()]
     assert listed=={str(fn.relative_to(root/'benchmarks')) for fn in measure}
 

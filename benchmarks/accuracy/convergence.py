@@ -51,10 +51,10 @@ def difference(row, base):
     return mean,error,bool(abs(mean)>student.ppf(0.975, len(d)-1)*error)
 
 def cell(row, base):
-    "Mean ± standard deviation (difference from fp32 ± standard error), bold if significant"
+    "Mean ± standard deviation in fp32; elsewhere the difference from it ± standard error, bold if significant"
     f,(mean,error,told) = figures(row),difference(row, base)
     if f.isnan().any(): return f'{trouble(row)} ({int(f.isnan().sum())} of {len(f)})'
-    return f'{f.mean():.3f} ± {f.std():.3f}'+(row is not base)*f' ({"**"*told}{mean:+.4f}{"**"*told} ± {error:.4f})'
+    return f'{f.mean():.3f} ± {f.std():.3f}' if row is base else f'{"**"*told}{mean:+.4f}{"**"*told} ± {error:.4f}'
 
 def ends(row, base):
     "Whether all seeds end with a finite metric, not significantly different from fp32"
@@ -77,7 +77,7 @@ def table(res):
 
 def section(res):
     seeds = len(res['rows'][0]['figures'])
-    summary = 'Each training: final metric ± standard deviation (difference from fp32 ± standard error, bold if significant)'
+    summary = 'In fp32, the final metric ± standard deviation; elsewhere the difference ± standard error, bold if significant'
     return f"""### Whole trainings
 
 {claim(res)}.

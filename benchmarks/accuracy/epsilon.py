@@ -3,7 +3,7 @@ import warnings
 from functools import partial
 import fastai
 from benchmarks.accuracy.trainings import trainings # first: it hides a warning of fastai's import
-from benchmarks.accuracy.convergence import difference,figures,run
+from benchmarks.accuracy.convergence import cell,difference,run
 from benchmarks.shared import markdown
 from benchmarks.shared.machine import machine
 from benchmarks.shared.script import parser,store
@@ -37,18 +37,11 @@ def counts(res):
             if told: found[to,r['eps']][mean<0] += 1
     return [dict(precision=to, eps=eps, better=better, worse=worse) for (to,eps),(better,worse) in found.items()]
 
-def _cell(row, base):
-    f = figures(row)
-    if row is base: return f'{f.mean():.3f} ± {f.std():.3f}'
-    mean,error,told = difference(row, base)
-    bold = '**' if told else ''
-    return f'{bold}{mean:+.4f}{bold} ± {error:.4f}'
-
 def table(res):
     "A Markdown table: with the first eps the metric, with each other one the difference from it"
     first,*others = map(written, dict.fromkeys(r['eps'] for r in res['rows']))
     head = ['training','precision',f'eps {first}',*(f'{o} instead' for o in others)]
-    def line(name, to, rows): return name,to.split('_')[1],*(_cell(r, rows[0]) for r in rows)
+    def line(name, to, rows): return name,to.split('_')[1],*(cell(r, rows[0]) for r in rows)
     return markdown.table(head, (line(*o, rows) for o,rows in groups(res).items()), 'llr')
 
 def section(res):

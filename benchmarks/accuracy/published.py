@@ -333,23 +333,23 @@ def table(res):
     "A Markdown table"
     def line(r):
         says = failures[r['name']].says if r['name'] in failures else r['says']
-        plain = re.sub(r'^raises (.*)', r'raises "\1"', r['plain'].replace(f" of {steps} steps skipped", ' skipped'))
+        plain = r['plain'].split()[0].replace('raises', 'an error')
         what = '; '.join(f"{'`'+o['op']+'` in ' if o['op'] else ''}`{o['producer']}`" for o in r['reports'])
-        well,named = ['yes' if o else 'no' for o in (ends(r),r['named'])]
         far,alone = [f"{100*r[k]:.2g}%" for k in ('distance','rounding')]
         kept = f"{r['half']} of {r['layers']}"+f" ({r['could_be']} could)"*(r['could_be']>r['half'])
-        fault = f'{named}: {what}' if what else named
-        end = f'{well}, {far}'+f' ({alone} by rounding alone)'*(not ends(r))
+        fault = what if r['named'] else f'no: {what}' if what else 'no'
+        end = far if ends(r) else f'**{far}** ({alone} by rounding alone)'
         return f"[{r['name']}]({r['link']})",says,plain,end,fault,kept,f"{r['pause']:.0f}"
-    head = ('model', 'published fault', "steps skipped by PyTorch's loop", 'ends where fp32 ends?', 'is the fault named?',
+    head = ('model', 'published fault', "steps skipped by PyTorch's loop", "distance from fp32's loss", 'what the diagnosis names',
             'layers left in half precision', 'pause, steps')
-    return markdown.table(head, map(line, res['rows']), 'lllllr')
+    return markdown.table(head, map(line, res['rows']), 'llrllr')
 
 def section(res):
     details = f"""- **PyTorch's loop** uses autocast and `GradScaler`.
-- A fit **ends where fp32 ends** if it skips no step, and its validation loss is within {100*res['near']:g}% of the one in fp32.
-- **Rounding alone** is a fit in fp32 that rounds the outputs of the layers left in half precision.
-- **The fault is named** if a report names the published module, and the operation if it is in the module's own code.
+- A fit **ends where fp32 ends** if it skips no step, and its validation loss is within {100*res['near']:g}% of the one in fp32. If not, its
+  distance is bold.
+- **The fault is named** if a report names the published module, and the operation if it is in the module's own code. If not, the
+  table says "no".
 - **Layers** are linear layers and convolutions. A module in fp32 is **needed** if the batch fails again without it.
 - **Pause** is the time of the slowest step with a diagnosis, in ordinary steps.
 
@@ -357,8 +357,8 @@ def section(res):
 
 Gemma 3's norms are in fp32 from the start, so nothing fails. For Pegasus, `fc2` itself overflows here, so the diagnosis
 names it, and not what follows it. For XCiT, the diagnosis names the layer that gets the large gradient of `F.normalize`, not the function.
-Janus's decoder, which has the same blocks, takes the place of Stable Diffusion's VAE. Where a report names
-no module, ours is the one whose code overflows. [published.py](accuracy/published.py) has the details of each failure."""
+Janus's decoder, which has the same blocks, takes the place of the SDXL VAE. Where a published report names
+no module, the fault is in the one whose code overflows."""
     return f"""### Published failures
 
 {claim(res['rows'])}. {explained(res['rows'])}

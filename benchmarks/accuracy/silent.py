@@ -159,9 +159,9 @@ def worst(rows, kind):
 def claim(rows):
     "The rates in sentences"
     (ok,n,setting),(fine,healthy,also) = worst(rows, 'wrong'),worst(rows, 'healthy')
-    quiet = 'All healthy programs' if fine==healthy else f'Of the healthy ones, {fine} of {healthy} in the worst setting ({also})'
-    return (f"Of the random programs that half precision makes wrong without an infinity, {ok} of {n} ({ok/n:.1%}) end as in fp32 in the "
-            f"worst setting ({setting}), with most layers in half precision. {quiet} train without a warning")
+    quiet = 'All healthy programs' if fine==healthy else f'Of the healthy ones, {fine} of {healthy} (worst setting: {also})'
+    return (f"Of the random programs that half precision makes wrong without an infinity, {ok} of {n} ({ok/n:.1%}) end as in fp32 (worst "
+            f"setting: {setting}), with most layers in half precision. {quiet} train without a warning")
 
 def on_a_gpu(res):
     "What became of the programs that ran on a GPU, in a sentence"
@@ -182,13 +182,12 @@ def table(rows):
     return markdown.table(['setting', *what.values()], lines)
 
 def by_family(rows):
-    "A Markdown table of families that have programs that are not as they should be"
+    "The families that have programs that are not as they should be, in words"
     bad = defaultdict(list)
     for kind in kinds:
         for habits,k in columns:
             for r in counted(rows, kind, habits, k): bad[kind,r['family']].append(r[k]['ok'])
-    lines = [(f'`{family}`',kind,len(oks),oks.count(False)) for (kind,family),oks in bad.items() if not all(oks)]
-    return markdown.table(['family','kind','programs','that fail'], lines, 'llr')
+    return markdown.listed(f'{oks.count(False)} of {len(oks)} of `{family}`' for (_,family),oks in bad.items() if not all(oks))
 
 def section(res):
     rows,gpu = res['rows'],json.loads(Path(__file__).with_name('silent_gpu.json').read_text())
@@ -210,6 +209,6 @@ families, but not the programs. "CUDA's lists" means that the CPU follows CUDA's
 - A program is **healthy** if plain half precision ends within {is_healthy} times the loss of fp32, with no loss scale below 1. **Without a
   warning** also means that no layer moves to fp32.
 
-{markdown.folded('Programs that fail these tests, by family, summed over the four settings', by_family(rows))}"""
+Over the four settings, the wrong and healthy programs that fail these tests are {by_family(rows)}."""
 
 if __name__=='__main__': main()

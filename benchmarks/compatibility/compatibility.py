@@ -175,7 +175,9 @@ def differing(res):
     return '\n'.join(line(*o) for o in found.items())
 
 def section(res):
-    def passed(mode): return sum(r['passed'][mode] for r in res['rows'])
+    rows = res['rows']
+    def passed(mode): return sum(r['passed'][mode] for r in rows)
+    why = {**{f'need {k}': sum(r['lacks'][k] for r in rows) for k in needs}, 'cannot pass unchanged': sum(len(r['fails']) for r in rows)}
     return f"""### fastai's own notebooks
 
 Of {passed('plain')} test cells in fastai's notebooks that pass unchanged, {passed('to_fp16_dynamic')} pass with `to_fp16_dynamic`,
@@ -185,10 +187,9 @@ These cells pass unchanged, but not with this package:
 
 {differing(res)}
 
-These are all notebooks of fastai that build learners. Each runs unchanged, and once per precision with every new learner in half precision.
-{markdown.ran(res, f"notebooks of version {res['checkout']}")}
-
-{markdown.folded('Test cells of the notebooks', table(res))}"""
+These are the {len(rows)} notebooks of fastai that build learners. Each runs unchanged, and once per precision with every new learner in
+half precision. They have {sum(r['cells'] for r in rows)} test cells, of which {markdown.listed(f'{n} {k}' for k,n in why.items() if n)}.
+{markdown.ran(res, f"notebooks of version {res['checkout']}")}"""
 
 def main(args=None):
     p = parser(__file__, __doc__, limit=(600.,'timeout in seconds for a notebook in one mode'))

@@ -118,10 +118,10 @@ def table(res):
     "A Markdown table with a row for each library. Differences of losses are relative to those of the unchanged program"
     def line(library):
         rows = [r for r in res['rows'] if r['library']==library]
-        counts = [len(o) for o in (rows,*(ran(rows, c) for c in contenders))]
+        counts = [len(ran(rows, c)) for c in contenders]
         package = groups[library].package
         return library,res['libraries'][package],*counts,furthest(rows, 'fp16'),furthest(rows, 'bf16')
-    head = ['library','version','programs','run unchanged','run with `to_fp16_dynamic`','run with `to_bf16_dynamic`',
+    head = ['library','version','run unchanged','run with `to_fp16_dynamic`','run with `to_bf16_dynamic`',
             'difference, fp16','difference, bf16']
     return markdown.table(head, map(line, dict.fromkeys(r['library'] for r in res['rows'])), 'llr')
 in_words = {'its to_fp32 after ours': "fastxtend's own `to_fp32` does not switch off the mixed precision of this package"}

@@ -231,18 +231,15 @@ def depth_table(rows):
     return markdown.table(head, lines.values(), 'llr')
 
 def memory_table(res):
-    "A Markdown table of peak memory, and of its ratios to healthy fits"
+    "A Markdown table of peak memory"
     def cells(k):
         before,top = res[k]
-        over = [f'{top/res[o][1]:.2f}' for o in jobs[:2]]
-        over += [f'{(top-before)/(res[o][1]-res[o][0]):.2f}' for o in jobs[:2]]
-        return ['fit in fp16' if k=='fit' else k, f'{top/2**20:.0f}', f'{(top-before)/2**20:.0f}', *over]
-    head = ('', 'peak, MiB', 'added, MiB', 'peak / fp16 fit', 'peak / fp32 fit', 'added / fp16 fit', 'added / fp32 fit')
-    return markdown.table(head, map(cells, jobs))
+        return 'fit in fp16' if k=='fit' else k,f'{top/2**20:.0f}',f'{(top-before)/2**20:.0f}'
+    return markdown.table(('', 'peak, MiB', 'added, MiB'), map(cells, jobs))
 
 # %% what the page says
 def _of_reports(res):
-    look,report = [markdown.with_quartiles(res[k], '.2g') for k in ('look_in_steps','report_in_steps')]
+    look,report = [f'{res[k][1]:.2g}' for k in ('look_in_steps','report_in_steps')]
     return f"""### Comparisons with fp32 and reports
 
 A fit that can run batches again takes {res['fit_with_over_without']:.3f} times as long as one with `rerun=False`, if no batch has to run
@@ -257,7 +254,9 @@ size {res['bs']}. {markdown.ran(res, f"{res['rounds']} rounds")}"""
 
 def _of_healing(res):
     after,over,rows = res['afterwards'],res['afterwards']['over'],res['by_depth']
-    def times(k): return markdown.with_quartiles(over[k])
+    ends = [f(r['blocks'] for r in rows) for f in (min,max)]
+    shown = depth_table([r for r in rows if r['blocks'] in ends])
+    def times(k): return f'{over[k][1]:.2f}'
     def weight(k): return (after['added']['healed'][1]-after['added']['healed'][0])/(after['added'][k][1]-after['added'][k][0])
     shares = {k: half/layers for k,(half,layers) in res['hostile'].items()}
     least,average = min(shares, key=shares.get),statistics.mean(shares.values())
@@ -266,17 +265,16 @@ def _of_healing(res):
 Healing pauses a fit for as long as {markdown.span((r['pause'] for r in rows), '.0f')} ordinary steps take, and afterwards,
 {markdown.span((r['in_half']/r['layers'] for r in rows), '.0%')} of the layers still compute in half precision.
 
-The models are transformers of small blocks, each with six linear layers. In the first batch, numbers beyond 65504 occur in the middle
-block, or in all blocks. Numbers are medians of {res['fits']} fits; the deepest model ran once. {markdown.ran(res)}
+The models are transformers of {ends[0]} to {ends[1]} small blocks, each with six linear layers. In the first batch, numbers beyond 65504
+occur in the middle block, or in all blocks. Numbers are medians of {res['fits']} fits; the deepest model ran once. {markdown.ran(res)}
 
-{markdown.folded('Each fault: additional forward passes / pause in steps / layers left in half precision', depth_table(rows))}
+{markdown.folded('Each fault: additional forward passes / pause in steps / layers left in half precision', shown)}
 
 - **What stays in half precision.** After the {len(shares)} trainings of [hostile.py](shared/hostile.py), {100*average:.0f}% of the linear
   layers and convolutions compute in half precision on average: all of them in {list(shares.values()).count(1)} trainings, and
   {100*shares[least]:.0f}% in `{least}`.
-- **Speed afterwards.** If attention scores overflow in all of {after['blocks']} blocks, {after['in_half']} of {after['layers']}
-  linear layers still compute in half precision after healing. A step then takes {times('fp16')} of the time of a step in fp16 without
-  the fault. (It takes {times('fp32')} times as long as one in fp32: PyTorch has no fast fp16 on a CPU.)
+- **Speed afterwards.** If attention scores overflow in all of {after['blocks']} blocks, a step after healing takes {times('fp16')} of the
+  time of a step in fp16 without the fault. (It takes {times('fp32')} times as long as one in fp32: PyTorch has no fast fp16 on a CPU.)
 - **Memory afterwards.** A new fit with the same layers in fp32 adds {weight('fp32'):.2f} times as much to peak memory as one in fp32, and
   {weight('fp16'):.2f} times as much as one in fp16 without the fault."""
 
@@ -290,8 +288,8 @@ The peak memory of a process in which a batch is diagnosed and healed is {ratio(
 {ratio('report', jobs[1])} times. Both also run the batch in fp32, whose activations take twice as much memory.
 
 The model has four blocks (a linear layer, a ReLU, and squares in the block's own code), whose activations have
-{res['samples']*64*4/2**20:.0f} MiB each in fp32. A fit has four steps in its own process. In "diagnosis", a batch overflows in the first
-block. "Report" is `learn.diagnose_fp16()` after a fit. "Added" excludes what the process took before the fit. {markdown.ran(res)}
+{res['samples']*64*4/2**20:.0f} MiB each in fp32. In "diagnosis", a batch overflows in the first block. "Report" is `learn.diagnose_fp16()`
+after a fit. "Added" excludes what the process took before the fit. {markdown.ran(res)}
 
 {memory_table(res['memory'])}"""
 

@@ -58,11 +58,11 @@ def section(res):
     mib = {k: f'{most[k]/2**20:.0f} MiB' for k in ('kept','peak')}
     return f"""### Memory of accumulated batches
 
-Before a step that accumulates the gradients of {n} batches of {most['batch_size']} images, {mib['kept']} of inputs and targets, those of
-the first {n-1} batches, are kept so that they can run again, and peak memory grows by {mib['peak']}.
+If a step accumulates the gradients of {n} batches of {most['batch_size']} images, {mib['kept']} of inputs and targets are kept so that they
+can run again, and peak memory grows by {mib['peak']}, compared with `to_fp16_dynamic(rerun=False)`.
 
 Up to 1 GiB is kept. Beyond that, the batches are freed, and a step that overflows is skipped. The images have 3 × {size} × {size}
-numbers in fp32. The increase is relative to `to_fp16_dynamic(rerun=False)`. {markdown.ran(res)}
+numbers in fp32. {markdown.ran(res)}
 
 {table(res)}"""
 

@@ -98,13 +98,13 @@ def _of_large(res):
     bs,seq,words = res['predictions']
     def span(part): return markdown.span(r['over_fp32'][o] for r in res['large'] if r['part']==part for o in comparing)
     never = [o for o in large_contenders if o not in (base,*comparing)]
-    without = markdown.span(r['over_fp32'][o] for r in res['large'] for o in never)
+    without,peaks = markdown.span(r['over_fp32'][o] for r in res['large'] for o in never),[r['mib'][base] for r in res['large']]
     return f"""The first step of a fit and each validation compare predictions with those of fp32. If there are many predictions, this takes
-memory: the step reaches {span('step 1')} times the peak of fp32, and the validation {span('validation')} times. Without comparisons
-(`rerun=False`), it is {without} times.
+memory: the step reaches {span('step 1')} times the peak of fp32 ({peaks[0]:.0f} MiB), and the validation {span('validation')} times
+({peaks[1]:.0f} MiB). Without comparisons (`rerun=False`), it is {without} times.
 
-The model is an embedding and a linear layer, and predicts {bs} × {seq} × {words:,} numbers. The peak is what the step or the validation
-adds to that of the process. {markdown.ran(res)}"""
+The model is an embedding and a linear layer, and predicts {bs} × {seq} × {words:,} numbers, in fp16 and in bf16. The peak is what the step
+or the validation adds to that of the process. {markdown.ran(res)}"""
 
 def section(res):
     def span(k): return markdown.span(r[k] for r in res['rows'])
@@ -113,9 +113,7 @@ def section(res):
 
 #### Large predictions
 
-{_of_large(res)}
-
-{table_large(res)}""" if large else ''
+{_of_large(res)}""" if large else ''
     return f"""### Peak memory on a CPU
 
 With `to_bf16_dynamic`, three training steps add {span('to_bf16_dynamic')} times the size of the parameters to peak memory. In fp32, they

@@ -48,12 +48,12 @@ def measure(name, model, shape, bs, steps, rounds):
 
 def table(*results):
     "A Markdown table of one or more measurements"
-    shown = 'fp32','`to_bf16_dynamic`','PyTorch loop, fp32','PyTorch loop, autocast'
-    def cells(r):
-        times,speedups = [f"{r['ms'][k][1]:.0f}" for k in contenders],['1.00',f"{r['ours'][1]:.2f}",'1.00',f"{r['by_hand'][1]:.2f}"]
-        return [f'{over} ({ms})' for over,ms in zip(speedups, times)]
-    def line(res, r): return r['model'],'not used' if res['limited_to'] else 'used',*cells(r)
-    return markdown.table(['speed / fp32 (ms)', 'bf16 instructions', *shown], (line(res, r) for res in results for r in res['rows']), 'llr')
+    def line(res, r):
+        fp32,ours,*_ = (f"{r['ms'][k][1]:.0f}" for k in contenders)
+        speed = [f"{r[k][1]:.2f}" for k in ('ours','by_hand')]
+        return r['model'],'not used' if res['limited_to'] else 'used',fp32,ours,*speed
+    head = ['model','bf16 instructions','fp32, ms','`to_bf16_dynamic`, ms','speed, × fp32','speed of a PyTorch loop with autocast, × fp32']
+    return markdown.table(head, (line(res, r) for res in results for r in res['rows']), 'llr')
 
 def section(res):
     "With the results of a CPU without instructions for bf16, which have a file of their own"
@@ -66,7 +66,7 @@ def section(res):
 On a CPU with instructions for bf16, training with `to_bf16_dynamic` is {speed(res)} times as fast as in fp32, and {speed(res, 'by_hand')}
 times with plain autocast. On one without them, it is {speed(without)} times as fast, and `fp16_doctor` warns you.
 
-For the second measurement, the same CPU did not use these instructions (`ONEDNN_MAX_CPU_ISA={without['limited_to']}`).
+For the second case, the same CPU ran without these instructions (`ONEDNN_MAX_CPU_ISA={without['limited_to']}`).
 {'. '.join(map(size, res['rows']))}. {markdown.ran(res)}
 
 {table(res, without)}"""

@@ -298,16 +298,12 @@ def compared(arguments):
 def _compared(res):
     "How much longer steps take on average where one of them is compared with fp32, in a model of little else but predictions"
     model,least = only_predictions,max(res['arguments']['bs'])
-    over = {bs: o for (m,bs),o in ratios(res, 'to_fp16_dynamic', 'to_fp16_fused').items() if m==model}
-    if least not in over: return
-    def at(over): return markdown.listed(f'{o:.2f} times (batches of {bs})' for bs,o in sorted(over.items(), key=lambda o: o[1]))
-    beside = {bs: o for (m,bs),o in ratios(res, 'to_fp16_dynamic', 'fp32').items() if m==model}
-    fp32 = f', and {at(beside)} as many as in fp32' if beside else ''
+    if (model,least) not in ratios(res, 'to_fp16_dynamic', 'to_fp16_fused'): return
     n,now = ({1: 'one', 2: 'two'}.get(o, o) for o in (res.get('compared', 1),compared(res['arguments'])))
     also = '' if 'compared' in res else f' (this version compares {now})'
     yield f"""**Large predictions cost speed in a short fit.** `{model}` computes little else than 10,000 logits for each token, and of its
-{res['arguments']['steps']} timed steps, {n} {'was' if n=='one' else 'were'} compared with fp32{also}. It trains {at(over)} as many samples
-per second as `to_fp16` with a fused AdamW{fp32}. A longer fit compares fewer of its steps, in the end one in 256."""
+{res['arguments']['steps']} timed steps, {n} {'was' if n=='one' else 'were'} compared with fp32{also}. A longer fit compares fewer of its
+steps, in the end one in 256."""
 
 _in_words = dict( # contenders that are no method of a learner
     to_fp16_dynamic_channelslast='`to_fp16_dynamic` with `to_channelslast`', lightning='Lightning', accelerate='Accelerate')
@@ -374,10 +370,10 @@ def section(res):
 Setup: {res['machine']}{earlier(res)}. Ratios are those of medians over rounds, in table
 and picture. fp32 is PyTorch's default: convolutions use TF32, matrix products do not.
 
-`uv run python benchmarks/speed/gpu.py` trains whole models with fastai's `fit_one_cycle`, with this package, with Lightning and with
-Accelerate, from the same weights. It takes nine minutes on a large GPU. On a small one, try smaller batches (`--bs 8 32`).
+All contenders train the same models from the same weights with `fit_one_cycle`. To measure your own GPU, run the script, which takes nine
+minutes on a large one. On a small one, try smaller batches (`--bs 8 32`).
 
-{markdown.folded('All contenders: samples per second; peak memory in MiB', details(res))}"""
+{markdown.folded('All contenders: samples per second (quartiles, if there were several rounds); peak memory in MiB', details(res))}"""
 
 def details(res):
     "What few readers look for"

@@ -222,9 +222,9 @@ def measure(name, bs, d, steps, rounds):
         return dict(ms=[1e3*o for o in quartiles(t)], **ratios, **count(stacks[k], deepcopy(model), data(4, bs, device)))
     return [dict(model=name, tensors=tensors, batch_size=bs, contender=k, **row(k, t)) for k,t in times.items()]
 
-def table(res):
+def table(rows):
     "A Markdown table of times"
-    return _by_contender(res['rows'], 'ms per step', lambda r: f"{r['ms'][1]:.2f}", lambda r: f"{shown(r['model'])}, {r['batch_size']}")
+    return _by_contender(rows, 'ms per step', lambda r: f"{r['ms'][1]:.2f}", lambda r: f"{shown(r['model'])}, {r['batch_size']}")
 
 def table_of_counts(res):
     "A Markdown table of operators and reads, which no batch size changes"
@@ -249,7 +249,7 @@ def main(args=None):
     rows = [r for bs in a.bs for name in models for r in measure(name, bs, a.width, a.steps, a.rounds)]
     few = [r for name in small for r in measure_small(name, a.steps, a.rounds)]
     res = dict(machine=machine(), fastai=fastai.__version__, steps=a.steps, rounds=a.rounds, rows=rows, small=few)
-    print(table(res), table_of_counts(res), table_small(few), sep='\n\n')
+    print(table(rows), table_of_counts(res), table_small(few), sep='\n\n')
     a.out.write_text(json.dumps(res, indent=1)+'\n')
 
 def _of_small(res):
@@ -265,8 +265,8 @@ def _of_small(res):
 
 Where arithmetic takes less time than the loop around it, a step takes {markdown.span(r['over_to_fp16'][1] for r in ours)} times as long as
 with fastai's `to_fp16` and the same optimizer, `AdamW16`, without clipping. If `to_fp16` computes norm layers in fp32 as well, as on a GPU,
-it is {over} times (a ratio of medians). On a CPU, fp16 does not make small models faster: the median step takes {markdown.span(over_fp32)}
-times as long as in fp32.
+it is {over} times (a ratio of medians). On a CPU, fp16 does not make small models faster: a step takes {markdown.span(over_fp32)} times as
+long as in fp32.
 
 {markdown.folded(f"Each model, with batches of {res['small'][0]['batch_size']}", table_small(res['small']))}"""
 
@@ -274,19 +274,17 @@ def section(res):
     tensors = markdown.listed(r['tensors'] for r in res['rows'][:3*len(stacks):len(stacks)])
     ours = [r for r in res['rows'] if r['contender']==own]
     over = {k: markdown.span(r[k][1] for r in ours) for k in ('over_to_fp16','over_floor','over_careful_floor')}
-    details = f"""{table(res)}
-
-{table_of_counts(res)}
-
-- **Other operators**: unscaling, clipping, the check for overflow, the optimizer, recording what the batch may change, and fastai's own
-  bookkeeping.
-- **Reads**: how often the host waits for a number from the device. On a GPU, fastai's `Recorder` also copies the loss once per batch.
-- `to_non_native_fp16` runs with `clip=1` and `max_loss_scale=2**16`: at its default of 2^24, each fit would skip its first steps."""
+    theirs = [r for r in res['rows'] if r['contender']==first]
+    def of(rows, k): return markdown.span((r[k] for r in rows), ',')
     return f"""### Time per step
 
 Where launching operators takes most of the time, a step with `to_fp16_dynamic` takes {over['over_to_fp16']} of the time of fastai's
 `to_fp16` with `Adam` and `GradientClip`. Compared with the time of a PyTorch loop written by hand plus that of fastai's empty loop, a step
 takes {over['over_floor']} times as long; if the loop written by hand computes norm layers in fp32, too, {over['over_careful_floor']} times.
+
+Besides the forward and backward pass, a step runs {of(ours, 'operators_step')} operators and waits for {of(ours, 'reads')} number from the
+device; with fastai's `to_fp16`, `Adam` and `GradientClip`, it is {of(theirs, 'operators_step')} operators and {of(theirs, 'reads')}
+numbers.
 
 The loop written by hand has autocast, `GradScaler`, fused AdamW and clipping. On a CPU, it computes norm layers in half precision, where
 they lose digits. Medians do not show the few steps that `to_fp16_dynamic` [compares with fp32](#comparisons-with-fp32-and-reports).
@@ -294,6 +292,6 @@ they lose digits. Medians do not show the few steps that `to_fp16_dynamic` [comp
 The models have {tensors} tensors, most of them with 16 × 16 elements.
 {markdown.ran(res, f"{res['rounds']} rounds of {res['steps']} steps")}
 
-{markdown.folded('Each model and batch size', details)}{_of_small(res)}"""
+{markdown.folded('Each model and batch size', table([r for r in res['rows'] if 'non_native' not in r['contender']]))}{_of_small(res)}"""
 
 if __name__=='__main__': main()
