@@ -1125,6 +1125,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastai_amp16.speed._Contender': ('speed.html#_contender', 'fastai_amp16/speed.py'),
                                     'fastai_amp16.speed._Contender.__init__': ('speed.html#_contender.__init__', 'fastai_amp16/speed.py'),
                                     'fastai_amp16.speed._Contender.round': ('speed.html#_contender.round', 'fastai_amp16/speed.py'),
+                                    'fastai_amp16.speed._Contender.step': ('speed.html#_contender.step', 'fastai_amp16/speed.py'),
                                     'fastai_amp16.speed._advice': ('speed.html#_advice', 'fastai_amp16/speed.py'),
                                     'fastai_amp16.speed._best': ('speed.html#_best', 'fastai_amp16/speed.py'),
                                     'fastai_amp16.speed._compare': ('speed.html#_compare', 'fastai_amp16/speed.py'),

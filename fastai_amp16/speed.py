@@ -30,8 +30,8 @@ def compare_precisions(self:Learner,
 ) -> 'PrecisionComparison': # A sentence and a table in a notebook; text by `str`, a picture by `.plot()`
     """Time training in fp32, with `to_fp16`, in fp16 and in bf16 alternately, measure peak memory, and recommend one
 
-    Changes nothing. Raises `ValueError` for an invalid `n`, `RuntimeError` in a fit, and any error that a batch
-    raises in fp32, except for running out of memory."""
+    Changes nothing. Raises `ValueError` for an invalid `n` or an empty training set, `RuntimeError` in a fit or if
+    nothing fits into memory, and any error that a batch raises in fp32, except for running out of memory."""
     require(isinstance(n, int) and n>0, 'compare_precisions', 'n', n, 'a whole number above 0')
     if self._fitting: raise RuntimeError("compare_precisions() trains in turns: call it outside a fit.")
     dl = self.dls.train
@@ -142,6 +142,9 @@ class _Contender:
         new.add_cbs([TrainEvalCallback(), Recorder(), *(copy(cb) for cb in learn.cbs if _takes_part(cb))])
         prepare(new)
 
+    @property
+    def step(self): return np.median(self.seconds or math.nan)
+
     def round(self):
         "Make a short fit; note seconds for a step, and the largest peak memory"
         if self.error: return
@@ -191,18 +194,20 @@ def _compare(learn, kept, batches, load, rounds):
     contenders = {name: _Contender(learn, batches, prepare, name!='fp32') for name,prepare in _ways(learn).items()}
     small = _Contender(learn, [replace(b, _half) for b in batches], noop) # which some models do not take
     _time((*contenders.values(),small), kept, rounds)
+    if not any(o.seconds for o in contenders.values()):
+        raise RuntimeError('compare_precisions(): no precision fits into memory: use smaller batches.')
     fp32 = contenders['fp32'].seconds or repeat(1.)
     gains = {name: [a/b for a,b in zip(fp32, o.seconds)] for name,o in contenders.items()}
     table,best = _table(contenders, gains, find_bs(batches[0])),_best(gains)
-    step = np.median(contenders[best].seconds or math.nan)
-    why = _reasons(learn, best, np.median(small.seconds or math.nan)/step, load/step)
+    step = contenders[best].step
+    why = _reasons(learn, best, small.step/step, load/step)
     return PrecisionComparison(table, ' '.join([_advice(table, best), *why]), best)
 
 def _table(contenders, gains, n):
     "A row for each precision"
     def row(name, o):
         mp = vars(o.learn).get('mixed_precision')
-        speed,gain = n/np.median(o.seconds or math.nan),np.median(gains['fp32'] and gains[name] or math.nan)
+        speed,gain = n/o.step,np.median(gains['fp32'] and gains[name] or math.nan)
         return speed,gain,o.memory,o.memory/contenders['fp32'].memory,o.error or in_words(getattr(mp, 'promoted', []))
     columns = ['samples per second','× fp32','peak memory','of fp32','moved to fp32']
     return pd.DataFrame([row(*o) for o in contenders.items()], [*contenders], columns)
@@ -213,13 +218,14 @@ _gain = 1.05 # less is no gain
 def _best(gains):
     "The precision to recommend, by their speed in each round, × fp32; where fp32 failed, in steps per second"
     fp16,bf16 = [min(gains[o], default=0.) for o in ('fp16','bf16')]
-    if gains['fp32'] and max(fp16, bf16)<_gain: return 'fp32'
-    return 'fp16' if fp16>_gain*bf16 else 'bf16'
+    least = _gain if gains['fp32'] else 0.
+    if max(fp16, bf16)<least: return 'fp32'
+    return 'fp16' if bf16<least or fp16>_gain*bf16 else 'bf16'
 
 def _advice(table, best):
     "The recommendation in words"
     half = table.loc[['fp16','bf16'] if best=='fp32' else [best]]
-    row = half.loc[half['× fp32'].idxmax()] if half['× fp32'].notna().any() else half.iloc[0]
+    row = half.loc[half['× fp32'].fillna(0.).idxmax()]
     memory = f", at {row['of fp32']:.0%} of its memory" if row['of fp32']<1 else ''
     if best=='fp32':
         if math.isnan(row['× fp32']): return f"fp32: half precision raises {row['moved to fp32']}."

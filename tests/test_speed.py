@@ -152,12 +152,15 @@ def test_arguments_and_errors():
     found = learner(cbs=FailsInHalf()).compare_precisions(1)
     assert found.recommended=='fp32' and all('KeyError' in found.table['moved to fp32'][o] for o in ('fp16','bf16'))
     assert found.sentence.startswith('fp32: half precision raises KeyError')
+    def too_large(x): raise torch.OutOfMemoryError('too much')
+    with pytest.raises(RuntimeError, match='no precision fits into memory: use smaller'):
+        learner(nn.Sequential(nn.Linear(8, 1), Do(too_large))).compare_precisions(1)
 
 @pytest.mark.parametrize('gains,best', [
     (dict(fp32=[1.,1.], fp16=[1.9,1.8], bf16=[1.8,1.9]), 'bf16'), (dict(fp32=[1.,1.], fp16=[1.9,2.], bf16=[1.5,1.6]), 'fp16'),
     (dict(fp32=[1.,1.], fp16=[1.9,.9], bf16=[1.,1.]), 'fp32'), (dict(fp32=[1.], fp16=[], bf16=[]), 'fp32'),
-    (dict(fp32=[], fp16=[], bf16=[]), 'bf16'), (dict(fp32=[], fp16=[9.], bf16=[2.]), 'fp16'),
-    (dict(fp32=[], fp16=[.9], bf16=[.9]), 'bf16')])
+    (dict(fp32=[1.], fp16=[1.06], bf16=[1.02]), 'fp16'), (dict(fp32=[1.], fp16=[1.02], bf16=[1.06]), 'bf16'),
+    (dict(fp32=[], fp16=[9.], bf16=[2.]), 'fp16'), (dict(fp32=[], fp16=[.9], bf16=[.9]), 'bf16')])
 def test_the_best_is_faster_in_each_round(gains, best): assert speed._best(gains)==best
 
 @pytest.mark.parametrize('capability,small,load,says', [
