@@ -83,7 +83,7 @@ class _DropoutByTorch(TorchFunctionMode):
     "Splits a kernel that contains dropout, so that dropout is an operator of its own"
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # activation checkpoints compute again in it, and torch's own `backward` would not let this mode see that
+        # activation checkpoints compute again in `backward`, and torch's own would not let this mode see that
         if func is Tensor.backward:
             with self: return backward_with_modes(*args, **kwargs)
         if is_recurrent_with_dropout(func, args): return layer_by_layer(func, args)
