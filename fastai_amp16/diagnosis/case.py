@@ -121,7 +121,9 @@ def makers(
 
 # %% ../../nbs/diagnosis/05_case.ipynb #f2d4b397
 def _ends(case, rec, loss=None):
-    "Return whether the batch ends before its backward pass; without `loss`, only note the gradients"
+    """With `loss`, return whether the batch ends before its backward pass; after it, without `loss`, note the gradients
+
+    It ends if no backward pass is due, or if the loss of any rank is not finite."""
     rec.waits = False
     if loss is None: return rec.end_backward(case.batches.gradients)
     if not case.backward: return True
@@ -152,7 +154,7 @@ def _note_results(case, rec):
     rec.read(rec.pred if loss is None else loss, case.batches.model_state.carried())
 
 def _run(case, rec, loss_func, plan, compares):
-    # autocast leaves `pinv` alone in the mode of `comparable`
+    # only where numbers are drawn: in `comparable`, autocast misses the matrix product in `pinv`, for example
     draws = comparable() if compares and case.draws else eager()
     records = rec if rec.modules else nullcontext()
     with case.ranks.no_sync(), draws as seen, torch.set_grad_enabled(case.backward), records:

@@ -265,8 +265,9 @@ class Comparison:
     def _is_doubtful(self, runs, half, fp32):
         """Return whether a diagnosis should look for a fault; note what the predictions show
 
-        Not of a few samples, unless there were some in the last comparison, too: rounding decides on others each time.
-        Not again, unless it has become worse or is long ago."""
+        A few samples that are off count only if a few were off in the last comparison, too: where rounding decides
+        between close scores, most comparisons show none. After a diagnosis in vain, what is seen counts again only if
+        it has become worse, or after some more suspicions."""
         is_validation = not runs.learn.training
         if is_validation and _same_infinities(half.pred, fp32.pred): runs.state.infinity_is_fault = False
         self._note_item(fp32.pred if is_validation else None)

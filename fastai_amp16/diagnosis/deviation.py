@@ -22,7 +22,7 @@ def pairs(
     a, # Tensors, or containers of tensors
     b # The same
 ): # An iterator over two tensors each
-    "Iterate over the tensors in `a` and `b` that have one shape, as strided tensors of real numbers"
+    "Iterate over pairs of tensors in `a` and `b` that have the same shape, as strided tensors of real numbers"
     for x,y in zip(tensors(a), tensors(b)):
         if x.shape!=y.shape: continue # the shape depends on the values, as for boxes
         x,y = x.detach(),y.detach() # even `isfinite` would save a tensor, and activation checkpoints count those
@@ -163,7 +163,7 @@ def loss_change(
     else: return
     change,loss,bend,by_chance,size = sum(sums).tolist()
     n = sum(t.numel() for t in tensors(reference))
-    # a loss is rounded as the predictions are that it is made of
+    # a loss is rounded like the predictions that it is made of
     size = math.sqrt(size/n)
     least = torch.finfo(torch.float32).eps*min(size, size**2)
     scale = abs(loss)+least

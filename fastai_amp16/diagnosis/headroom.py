@@ -42,7 +42,7 @@ class Headroom:
         last = noop # a reference to the last tensor, which containers hand on
         def note(m, out):
             nonlocal last
-            with no_torch_function(): # whose mode makes it three times as slow
+            with no_torch_function(): # the function mode of a comparison would make this twice as slow
                 for t in tensors(out):
                     if last() is t or not is_plain(t) or not t.numel(): continue
                     last = ref(t)

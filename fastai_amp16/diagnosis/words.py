@@ -112,7 +112,7 @@ def _given_and_taken(v):
     return [_largest(s.value for s in o) for o in (v.in_fp32.outs,v.in_fp32.ins)]
 
 def _in_steps(case, v, calls):
-    "The largest number of `calls` in fp32, of those that half precision takes part in; empty if it does in none"
+    "Say how large the numbers of `calls` are, and in what steps half precision holds them; empty if none is in half"
     def is_half(s): return getattr(v.half.seen.get(s.place), 'half', False)
     seen = [[*o.ins,*o.outs] for o in calls]
     largest = _largest(s.value for ss in seen if any(map(is_half, ss)) for s in ss)

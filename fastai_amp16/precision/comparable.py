@@ -80,10 +80,11 @@ def _attention_dropout(func, args, kwargs):
     return given(10) if kwargs.get('training', True) else 0.
 
 class _DropoutByTorch(TorchFunctionMode):
-    "Dropout that is part of a larger kernel is computed by itself"
+    "Splits a kernel that contains dropout, so that dropout is an operator of its own"
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is Tensor.backward: # in which activation checkpoints compute again; torch's own sees no modes
+        # activation checkpoints compute again in `backward`, and torch's own would not let this mode see that
+        if func is Tensor.backward:
             with self: return backward_with_modes(*args, **kwargs)
         if is_recurrent_with_dropout(func, args): return layer_by_layer(func, args)
         in_steps = sdpa_kernel(SDPBackend.MATH) if _attention_dropout(func, args, kwargs)>0 else nullcontext()

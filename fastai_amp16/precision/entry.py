@@ -83,8 +83,8 @@ class Entry:
         self.in_optimizer = False # Does a step of the optimizer run, whose closure may call the model?
         self.closures = 0 # forward passes that it has made
         self._plan,self._roles,self.placed = None,{},{} # patched methods by module and method
-        # called in place of the next forward pass, with two functions: the first makes that pass; the second takes a
-        # plan and makes it by that, with copies of the inputs, to which its second argument is applied
+        # called once in place of the next forward pass, with two functions: the first makes that pass; the second
+        # takes a plan, and what to apply to the inputs (to take a part of the samples, say), and makes it with copies
         self.around_next = None
 
     @property

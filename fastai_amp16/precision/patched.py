@@ -76,7 +76,7 @@ def in_true_fp32(
     if not torch.is_autocast_enabled(dev): return f(m, *args, **kwargs)
     args,kwargs = _cast(args, kwargs)
     all_digits = nullcontext() if torch.compiler.is_compiling() else true_fp32()
-    # without a cache as a mark for `in_half`, which an activation checkpoint restores
+    # no cache: this tells `in_half` that it is in such code, also when an activation checkpoint computes again
     with all_digits, torch.autocast(dev, enabled=False, cache_enabled=False): return f(m, *args, **kwargs)
 
 def in_half(
@@ -162,8 +162,8 @@ def patch_forward(
         res = f(m, *args, **kwargs) if how is None else how(f, m, args, kwargs, **options)
         if owner.watch: owner.watch(m, res)
         return res
-    # to `torch.compile`, methods of a module with the same code and constants are the same, and other objects never
-    # are: so the patched method of another plan, in the next fit, say, does not make it compile anew
+    # a method, since `torch.compile` takes two methods of a module for the same if their code and constants are, but
+    # no two objects of another kind: so it does not compile anew when the next fit patches the module again
     @functools.wraps(f, updated=())
     def forward(self, *args, **kwargs):
         if is_compiling(): return f(self, *args, **kwargs) if how is None else how(f, self, args, kwargs, **options)

@@ -166,7 +166,7 @@ class GradNorm(_StepMetric):
         return sum(norms)/len(norms) if norms else None
 
 # %% ../../nbs/train/08_history.ipynb #5c1e90b7
-def _to_tensorboard(cb, numbers): # at the number of batches that fastai's callback counts at the end of this one
+def _to_tensorboard(cb, numbers): # at the number that fastai's callback will have at the end of this batch
     for name,number in numbers.items(): cb.writer.add_scalar(name, number, cb.learn.train_iter+1)
 
 def _to_wandb(cb, numbers): sys.modules['wandb'].log(numbers, step=cb._wandb_step+1)

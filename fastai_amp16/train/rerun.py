@@ -142,6 +142,7 @@ def may_be_halfs(
 ) -> bool:
     "Return whether half precision may have raised `e`: in a forward pass, or outside callbacks and the optimizer"
     step = inspect.unwrap(getattr(learn.opt, 'step', None)) # a wrapper has that of the optimizer in it
+    # the innermost of these in the traceback decides: where a callback calls the model, a forward pass, say
     zones = {Learner.__call__.__code__: False, getattr(step, '__code__', None): False, Entry._inside.__code__: True}
     for frame,_ in reversed([*traceback.walk_tb(e.__traceback__)]):
         if frame.f_code in zones: return zones[frame.f_code]

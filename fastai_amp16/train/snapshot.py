@@ -355,7 +355,7 @@ def _of_this_machine(states):
 def check_random_states(
     states:dict # From `learner_random_states`
 ):
-    "Raise an exception of any kind unless random number generators could take over `states`, without a change of these"
+    "Raise an exception of any kind if `states` could not be restored; the generators in use stay as they are"
     res = _of_this_machine(states)
     signature(set_random_states).bind(**res)
     random.Random().setstate(res['random_state'])

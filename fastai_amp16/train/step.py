@@ -223,7 +223,7 @@ def _is_done(self:Step,
 
 @patch
 def _may_be_cancelled(self:Step, passes, before): # As for `_is_done`
-    "Return whether a callback may cancel the batch: in training, not for what half precision has done to it"
+    "Return whether the batch ends as a callback has cancelled it; in training, not if half precision may be why"
     if not self.batches.learn.training: return not self.is_abandoned
     if not self._is_done(passes, before): return False
     if self.unusable: self.batches.restore()

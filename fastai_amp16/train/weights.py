@@ -75,7 +75,7 @@ class FrozenWeights:
         self.steps += 1
         if self.steps==1: self.norms,self.at = [list(map(f, self.params)) for f in (_norm,_storage)]
         changed = []
-        # not earlier: a copy that follows a trained weight is written with the same numbers in the first step
+        # not earlier: after one step, a copy that follows a trained weight may have the same numbers still
         if self.steps==3:
             changed += [p for p,n in zip(self.params, self.norms) if _norm(p)!=n] # waits for a GPU, once
             self.get_data = [p for p,at in zip(self.params, self.at) if _storage(p)!=at]

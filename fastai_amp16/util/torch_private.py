@@ -25,7 +25,7 @@ def in_func() -> bool:
     "Return whether this is in a transform of `torch.func`, whose tensors have no versions; without the name: yes"
     return getattr(torch._C, '_are_functorch_transforms_active', lambda: True)()
 
-# Public, but newer than torch 2.6, where `torch.compiler.is_compiling` is true during an export as well
+# Public, but newer than torch 2.6. Without the name: no; `torch.compiler.is_compiling` is true in an export there
 is_exporting = getattr(torch.compiler, 'is_exporting', bool)
 
 # %% ../../nbs/util/01_torch_private.ipynb #37a51850
