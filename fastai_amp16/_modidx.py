@@ -1592,6 +1592,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'fastai_amp16.util.copies.write': ('util/copies.html#write', 'fastai_amp16/util/copies.py')},
             'fastai_amp16.util.nested': { 'fastai_amp16.util.nested._cast': ('util/nested.html#_cast', 'fastai_amp16/util/nested.py'),
                                           'fastai_amp16.util.nested._is_open': ('util/nested.html#_is_open', 'fastai_amp16/util/nested.py'),
+                                          'fastai_amp16.util.nested.all_finite': ( 'util/nested.html#all_finite',
+                                                                                   'fastai_amp16/util/nested.py'),
                                           'fastai_amp16.util.nested.all_tensors': ( 'util/nested.html#all_tensors',
                                                                                     'fastai_amp16/util/nested.py'),
                                           'fastai_amp16.util.nested.cast_floats': ( 'util/nested.html#cast_floats',

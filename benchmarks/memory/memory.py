@@ -2,7 +2,7 @@
 
 That of an MLP is in multiples of the size of its parameters. That of a model with large predictions, for a step and for a validation, is in
 multiples of fp32's."""
-import argparse,json,subprocess,sys,warnings
+import argparse,json,warnings
 from functools import partial
 from pathlib import Path
 import torch
@@ -15,6 +15,7 @@ with warnings.catch_warnings():
 from benchmarks.shared import markdown
 from benchmarks.shared.fastais import fastais
 from benchmarks.shared.machine import machine
+from benchmarks.shared.script import in_new_process
 from benchmarks.shared.timing import Batches
 
 contenders = ('to_fp32','to_bf16','to_bf16_dynamic')
@@ -69,9 +70,7 @@ def main(args=None):
     a = p.parse_args(args)
     if a.part: return print(predict(a.contender, a.part, *a.predictions))
     if a.contender: return print(train(a.contender, a.width, a.depth, a.bs[0]))
-    def run(to, *args):
-        args = [sys.executable, '-W', 'ignore', __file__, '--contender', to, *map(str, args)]
-        return float(subprocess.run(args, check=True, capture_output=True, text=True).stdout)
+    def run(to, *args): return float(in_new_process(__file__, '--contender', to, *args))
     rows = [dict(batch_size=bs, **{to: run(to, '--width', a.width, '--depth', a.depth, '--bs', bs) for to in contenders}) for bs in a.bs]
     large = []
     for part in parts:

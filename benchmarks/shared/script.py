@@ -1,5 +1,5 @@
 "What the scripts have in common: arguments, a JSON file with the results, and new processes"
-import argparse,json,subprocess,sys
+import argparse,json,os,subprocess,sys
 from pathlib import Path
 
 def results(
@@ -38,6 +38,7 @@ def in_new_process(
     script, # Path of the script
     *args # Its arguments
 ) -> str:
-    "What a script prints in a process of its own"
+    "What a script prints in a process of its own, which gives memory back once it is free, so that its peak is what was in use"
     command = [sys.executable, '-W', 'ignore', script, *map(str, args)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    env = {**os.environ, 'MALLOC_MMAP_THRESHOLD_': str(2**20)}
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout

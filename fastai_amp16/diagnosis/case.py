@@ -12,7 +12,7 @@ from dataclasses import dataclass,replace
 from fastai.basics import *
 from .compare import Far,far_from,goes_on,has_become_infinite,nothing,states_off
 from ..precision.comparable import comparable,eager
-from ..util.nested import cast_floats
+from ..util.nested import all_finite,cast_floats
 from ..precision.names import as_list
 from ..precision.plan import PrecisionPlan
 from ..precision.patched import own_forward
@@ -128,7 +128,7 @@ def _ends(case, rec, loss=None):
     if loss is None: return rec.end_backward(case.batches.gradients)
     if not case.backward: return True
     shows_gradients = rec.modules and rec.plan is None # for the table of a report
-    is_bad = not shows_gradients and not loss.isfinite().all()
+    is_bad = not shows_gradients and not all_finite(loss)
     if is_bad: rec.finite = False
     return case.ranks.any(is_bad)
 

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import NamedTuple
 from fastai.basics import *
 from ..precision.comparable import comparable,eager
-from ..util.nested import replace,tensors
+from ..util.nested import all_finite,replace,tensors
 from ..util.notes import torchs_states
 from ..precision.plan import PrecisionPlan
 from ..util.torch_private import compiled,is_out_of_memory
@@ -77,7 +77,7 @@ def has_become_infinite(
     reference # The same in fp32
 ) -> bool:
     "Return whether one of the tensors has infinity or NaN, and fp32's has none; that of a mask is in both"
-    return any(y.isfinite().all() and not x.isfinite().all() for x,y in pairs(ts, reference))
+    return any(all_finite(y) and not all_finite(x) for x,y in pairs(ts, reference))
 
 def states_off(
     run, # In half precision: has `dtype`, `pred` and `states`, as a `Recording`
@@ -214,9 +214,9 @@ class _ReferenceRuns:
 
 def _same_infinities(pred, reference):
     "Return whether there are infinities, and in the same places"
-    finite = [(x.isfinite(),y.isfinite()) for x,y in pairs(pred, reference)]
-    has_some = not all(y.all() for _,y in finite)
-    return has_some and all(torch.equal(x, y) for x,y in finite)
+    both = [*pairs(pred, reference)]
+    has_some = not all(all_finite(y) for _,y in both)
+    return has_some and all(torch.equal(x.isfinite(), y.isfinite()) for x,y in both)
 
 _few = 3 # predictions for single samples: with more than these, it shows how they differ
 _items = 8 # so many are enough

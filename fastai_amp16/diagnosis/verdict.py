@@ -8,7 +8,7 @@ __all__ = ['Healthy', 'BadWeights', 'BadData', 'Divergence', 'HighScale', 'Fault
 # %% ../../nbs/diagnosis/07_verdict.ipynb #73a6c530
 from dataclasses import dataclass
 from fastai.basics import *
-from ..util.nested import replace,tensors
+from ..util.nested import all_finite,replace,tensors
 from ..precision.names import covers
 from ..precision.plan import is_norm
 from .record import Frame,Recording
@@ -154,7 +154,7 @@ def _first_bad(run):
 def _is_broken_by_callback(run):
     "Return whether the loss is finite, but not what runs backward in its place"
     if run.loss is None: return False
-    return bool(run.loss.isfinite().all()) and not run.loss_grad.isfinite().all()
+    return bool(all_finite(run.loss)) and not all_finite(run.loss_grad)
 
 def _divergence(case):
     if case.fp32.finite: return None

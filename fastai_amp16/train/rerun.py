@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from fastai.basics import *
 from ..precision.entry import Entry,outside
 from .grads import grads_of,scale_grads
-from ..util.nested import all_tensors,stored
+from ..util.nested import all_finite,all_tensors
 from ..util.copies import Tensors
 from ..precision.plan import PrecisionPlan
 from ..util.torch_private import hooks_of,no_torch_function
@@ -26,7 +26,7 @@ def _with_true(hook, scale, grad):
 
 def _after_true(hook, scale, p):
     "Call `hook` with the true gradient in `p`, which it may use or change, but not with one that has overflowed"
-    if not stored(p.grad).isfinite().all(): return
+    if not all_finite(p.grad): return
     with torch.no_grad():
         p.grad.div_(scale)
         hook(p)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fastai.basics import *
 from .decide import Attempts,Decision,Next,Outcome,Reading,what_next
 from .grads import total_norm
-from ..util.nested import stored,tensors
+from ..util.nested import all_finite,tensors
 from ..util.torch_private import is_out_of_memory,no_torch_function,versions
 from .ranks import Ranks
 from .rerun import Batches,Abandoned,may_be_halfs,control_exceptions
@@ -96,7 +96,7 @@ class Step(Attempts):
     def judge(self):
         "Find out what came of the gradients, unless that is known and nobody has written to them since"
         self.batches.gradients.rescale(1.) # after code which has scaled a loss by `learn.scaler`
-        if self.lacks_backward and not self.batches.learn.loss.isfinite().all(): # cancelled because of half precision?
+        if self.lacks_backward and not all_finite(self.batches.learn.loss): # cancelled because of half precision?
             self.outcome,self.norm = Outcome.broken,math.nan
             return
         if self.is_skipped: return
@@ -246,10 +246,10 @@ def _judge_results(self:Step,
     if self.unusable or not self.rerun: return True
     new = [t for t in self._results() if not any(t is b() for b in before)]
     device = self.batches.model_state.params[0].device
-    def is_bad(t): return (~stored(t.detach()).isfinite().all()).to(device).float()
-    bad, = self.ranks.read([sum(map(is_bad, new))+self.is_silent]) # how many, on any rank
-    if not bad and self.kind is not Next.reference: return True
-    if self.decide(Outcome.broken if bad else Outcome.fine) is not Next.skip: return False
+    bad = [(~all_finite(t)).to(device) for t in new]
+    n_bad, = self.ranks.read([sum(bad)+self.is_silent]) # on any rank
+    if not n_bad and self.kind is not Next.reference: return True
+    if self.decide(Outcome.broken if n_bad else Outcome.fine) is not Next.skip: return False
     if self.batches.learn.training: self.batches.restore()
     return True
 
