@@ -72,7 +72,7 @@ def _results():
   ([more](#finite-but-wrong)).
 {_on_a_gpu()}- **On a CPU**: bf16 is {bf16} times as fast as fp32 for a transformer and an MLP, if the CPU has instructions for it
   ([more](#bf16-on-a-cpu)). In fp16, convolutional networks take {fp16} times as long as in fp32 ([more](#fp16-convolutions-on-a-cpu)).
-- **When a layer moves to fp32**, the fit pauses once, for as long as {markdown.span(paused, '.0f')} steps take
+- **Each time that layers move to fp32**, the fit pauses, for as long as {markdown.span(paused, '.0f')} steps take
   ([transformers](#healing), [other models](#published-failures)).
 - **The doctor** {doctor.claim(stored(doctor)).removeprefix('`fp16_doctor` ')} ([more](#the-doctor)).
 - **Compatibility**: {passed} of {cells} cells of fastai's notebooks pass ([more](#fastais-own-notebooks)), and {run} of {programs} programs

@@ -87,7 +87,7 @@ def section(res):
 Each training runs with {seeds} seeds. With a given seed, all precisions get the same data, weights and batches. A difference is significant
 if a paired t-test says so at the 5% level. By chance, 1 in 20 would be; with {seeds} seeds, a difference must be about three standard
 errors large. fastai's `to_fp16` fails with raw counts, which are beyond fp16, and with an LSTM, since PyTorch has none in fp16
-for CPUs. {markdown.ran(res)}
+for CPUs; `to_fp16_dynamic` computes it in fp32 there. {markdown.ran(res)}
 
 {markdown.folded(summary, table(res))}"""
 

@@ -314,11 +314,11 @@ def _by_rounding(rows):
     def which(rs): return markdown.listed(r['name'] for r in rs),_span([100*r['rounding'] for r in rs])
     if of(True):
         names,alone = which(of(True))
-        yield (f"For {names}, rounding alone leads away from fp32, too: an fp32 fit that rounds the outputs of the same layers to half "
-               f"precision ends {alone} away.")
+        yield (f"For {names}, rounding alone leads away from fp32, too: an fp32 fit in which the outputs of the layers that stay in half "
+               f"precision are rounded to it ends {alone} away.")
     if of(False):
         names,alone = which(of(False))
-        yield f"For {names}, it does not ({alone} away): their difference has another cause."
+        yield f"For {names}, such a fit ends {alone} away, so rounding of outputs is not the cause, which we have not found."
 def explained(rows):
     "What is behind the fits that end elsewhere, or that keep more in fp32 than they have to, in sentences"
     res,rest,more = [],[r for r in rows if not ends(r)],sum(r['could_be']>r['half'] for r in rows)

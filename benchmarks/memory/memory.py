@@ -116,10 +116,12 @@ def section(res):
     return f"""### Peak memory on a CPU
 
 With `to_bf16_dynamic`, three training steps add {span('to_bf16_dynamic')} times the size of the parameters to peak memory. In fp32, they
-add {span('to_fp32')} times, and with fastai's `to_bf16` {span('to_bf16')} times: `AdamW16` is fused, and makes no temporary copies.
+add {span('to_fp32')} times, and with fastai's `to_bf16` {span('to_bf16')} times: `Adam`, unlike the fused `AdamW16`, makes temporary
+copies.
 
 The model is an MLP with {res['parameters']/1e6:.0f}M parameters. fastai's own classes run with `Adam` and `GradientClip`, this package with
-`AdamW16` and `GradientNormClip`. {markdown.ran(res)}
+`AdamW16` and `GradientNormClip`. Here and below, memory that is free goes back to the system at once (`MALLOC_MMAP_THRESHOLD_`), so that
+peaks are of what is in use. {markdown.ran(res)}
 
 {table(res)}{of_large}"""
 
