@@ -270,8 +270,8 @@ def _of_healing(res):
     least,average = min(shares, key=shares.get),statistics.mean(shares.values())
     return f"""### Healing
 
-Healing pauses a fit for as long as {markdown.span((r['pause'] for r in rows), '.0f')} ordinary steps take, and afterwards,
-{markdown.span((r['in_half']/r['layers'] for r in rows), '.0%')} of the layers still compute in half precision.
+When layers move to fp32 (healing), the fit pauses for as long as {markdown.span((r['pause'] for r in rows), '.0f')} ordinary steps take.
+Afterwards, {markdown.span((r['in_half']/r['layers'] for r in rows), '.0%')} of the layers still compute in half precision.
 
 The models are transformers of {ends[0]} to {ends[1]} small blocks, each with six linear layers. In the first batch, numbers beyond 65504
 occur in the middle block, or in all blocks. Numbers are medians of {res['fits']} fits; the deepest model ran once. {markdown.ran(res)}
@@ -287,12 +287,12 @@ occur in the middle block, or in all blocks. Numbers are medians of {res['fits']
   {weight('fp16'):.2f} times as much as one in fp16 without the fault."""
 
 def _of_memory(res):
-    peaks = {k: top for k,(_,top) in res['memory'].items()}
-    def ratio(k, to): return f'{peaks[k]/peaks[to]:.2f}'
+    added = {k: top-before for k,(before,top) in res['memory'].items()}
+    def ratio(k, to): return f'{added[k]/added[to]:.2f}'
     return f"""### Memory of a diagnosis
 
-The peak memory of a process in which a batch is diagnosed and healed is {ratio('diagnosis', jobs[0])} times that of a fit in fp16, and
-{ratio('diagnosis', jobs[1])} times that of one in fp32; with a report, it is {ratio('report', jobs[0])} and
+A fit in which a batch is diagnosed and healed adds {ratio('diagnosis', jobs[0])} times as much to the peak memory of its process as a fit in
+fp16, and {ratio('diagnosis', jobs[1])} times as much as one in fp32; with a report, it is {ratio('report', jobs[0])} and
 {ratio('report', jobs[1])} times. Both also run the batch in fp32, whose activations take twice as much memory.
 
 The model has four blocks (a linear layer, a ReLU, and squares in the block's own code), whose activations have

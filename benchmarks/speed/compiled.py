@@ -45,7 +45,7 @@ def section(res):
     return f"""### Time per compiled step
 
 With `torch.compile`, a step with `to_fp16_dynamic` takes {markdown.span(r['over_uncompiled'][1] for r in ours)} of the time without it, and
-{markdown.span((r['over_hand'][1] for r in ours), '.3f')} times as long as in a PyTorch loop written by hand.
+{markdown.span(r['over_hand'][1] for r in ours)} times as long as in a PyTorch loop written by hand, compiled as well.
 
 The models and the loop are those of [Time per step](#time-per-step), with widths of {widths}, compiled by {res['backend']}.
 {markdown.ran(res, f"{res['rounds']} rounds of {res['steps']} steps at batch size {res['batch_size']}")}

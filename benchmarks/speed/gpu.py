@@ -300,7 +300,7 @@ def _compared(res):
     model,least = only_predictions,max(res['arguments']['bs'])
     if (model,least) not in ratios(res, 'to_fp16_dynamic', 'to_fp16_fused'): return
     n,now = ({1: 'one', 2: 'two'}.get(o, o) for o in (res.get('compared', 1),compared(res['arguments'])))
-    also = '' if 'compared' in res else f' (this version compares {now})'
+    also = '' if 'compared' in res else f' (this version compares {now}, and has not been timed)'
     yield f"""**Large predictions cost speed in a short fit.** `{model}` computes little else than 10,000 logits for each token, and of its
 {res['arguments']['steps']} timed steps, {n} {'was' if n=='one' else 'were'} compared with fp32{also}. A longer fit compares fewer of its
 steps, in the end one in 256."""

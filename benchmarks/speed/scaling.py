@@ -209,8 +209,8 @@ by hand); with {many['tensors']:,} tensors, it adds {many['ours'][1]:.0f} ms ({m
 ![Time that mixed precision adds to a step, by number of tensors and by number of elements](speed/scaling.png)
 
 For few small tensors, nearly all of this time is Python and fastai's events. With {large['elements']:,} elements, it is
-{large['ours'][1]:.0f} ms ({large['by_hand'][1]:.0f} ms in a loop written by hand), and a single copy of as many bytes takes
-{large['copy'][1]:.0f} ms.
+{large['ours'][1]:.0f} ms ({large['by_hand'][1]:.0f} ms in a loop written by hand); a copy that reads and writes as many bytes
+takes {large['copy'][1]:.0f} ms.
 
 The time covers casts of weights and gradients, unscaling, the norm, the check for overflow, and fastai's events. There is no arithmetic,
 the optimizer does nothing, and the time of the same loop without mixed precision is subtracted. {markdown.ran(res)}
