@@ -291,8 +291,8 @@ def _of_memory(res):
     def ratio(k, to): return f'{added[k]/added[to]:.2f}'
     return f"""### Memory of a diagnosis
 
-A fit in which a batch is diagnosed and healed adds {ratio('diagnosis', jobs[0])} times as much to the peak memory of its process as a fit in
-fp16, and {ratio('diagnosis', jobs[1])} times as much as one in fp32; with a report, it is {ratio('report', jobs[0])} and
+A fit in which a batch is diagnosed and healed adds {ratio('diagnosis', jobs[0])} times as much to the peak memory of its process as
+a fit in fp16, and {ratio('diagnosis', jobs[1])} times as much as one in fp32; with a report, it is {ratio('report', jobs[0])} and
 {ratio('report', jobs[1])} times. Both also run the batch in fp32, whose activations take twice as much memory.
 
 The model has four blocks (a linear layer, a ReLU, and squares in the block's own code), whose activations have
