@@ -90,5 +90,5 @@ class FrozenWeights:
         noted = [(p,p.data) for p in self.get_data]
         def restore():
             for p,data in noted:
-                if _storage(p)!=_storage(data): p.data = data # `KeptWeights` copies nothing where data are set
+                if _storage(p)!=_storage(data): p.data = data # else a `KeptWeights` would note each assignment
         return restore
