@@ -261,7 +261,7 @@ class Case:
         promoted=(), # As in `plan`
         scale:float=None, # The loss scale; that of the batch by default
         modules:bool=True, # Record all modules, or only check the results?
-        compares:bool=True, # Is it compared with another run? Then its random numbers are those of any precision
+        compares:bool=True, # Is it compared with another run? Then both draw the same random numbers
         **kwargs # Passed to `Recording`
     ) -> Recording: # With `finite`, `error`, `pred`, `frames` and more
         "Run the batches in half precision, and restore the modules"

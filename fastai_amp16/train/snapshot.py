@@ -150,7 +150,7 @@ class ModelState:
         a:tuple, # From `weights`
         b:tuple # Likewise
     ) -> bool:
-        "Return whether nothing has written to weights between two calls of `weights`; waits for the GPU"
+        "Return whether no write to weights shows between two calls of `weights`; waits for the GPU"
         (marks,few),(marks_later,few_later) = a,b
         return marks==marks_later and all(map(torch.equal, few, few_later))
 

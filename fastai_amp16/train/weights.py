@@ -25,7 +25,7 @@ _renorm = F.embedding,F.embedding_bag # which may write to their weight, where n
 def _max_norm(input, weight, third=None, max_norm=None, *args, **kwargs): return max_norm
 
 class KeptWeights(TorchFunctionMode):
-    "A context that copies each weight before something writes to it, so that it takes no memory if nothing does"
+    "A context that copies each weight before a function of torch writes to it, and takes no memory if none does"
     def __init__(self,
         params:list # Parameters
     ):
