@@ -103,7 +103,7 @@ def training_case(
     learn:Learner, # In a fit or not
     b:tuple=None # A batch of the data loaders; by default the current one in a fit, else the first of the training set
 ): # A `Case`
-    "A training batch to examine; after this context everything is as before"
+    "A training batch to examine; after this context, `learn` is as before"
     PrecisionPlan(learn.model) # raises if it cannot train
     _refuse_amid(learn)
     _check_batch(learn, b)
@@ -132,10 +132,11 @@ def diagnose_fp16(self:Learner,
 ) -> PrecisionReport: # A table in a notebook; text by `str`, a DataFrame in `.table`, a picture by `.plot()`
     """Run one training batch in fp32 and in half precision, and report how much room each module has left
 
-    Changes nothing. In a fit with several processes, all of them must call it, and each gets the report on its own
-    batch. Raises what the batch raises in fp32, `ValueError` for a model without parameters or with half-precision
-    ones, `TypeError` for a `b` that is no batch, and, with several processes, `RuntimeError` between a forward pass
-    and its backward pass."""
+    Leaves the training as it was. In a fit with several processes, all of them must call it, and each gets the report
+    on its own batch. Raises what the batch raises in fp32, `ValueError` if there is no batch, or for a model without
+    parameters or with trained ones in half precision, and `TypeError` for a `b` that is no batch. In a fit with several
+    processes, raises `RuntimeError` between a forward pass and its backward pass, before the first step with
+    `static_graph=True`, and without `to_fp16_dynamic()`."""
     if looking(self):
         return PrecisionReport('healthy', "Nothing was measured, since this batch runs for another report.")
     with training_case(self, b) as case: return diagnose(case, all_buffers=True)

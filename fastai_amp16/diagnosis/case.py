@@ -57,11 +57,12 @@ def _exceeds_half(run, s):
     return grad.top*run.scale/run.reference.scale>torch.finfo(run.dtype).max
 
 def _derivative(run, s, is_first):
-    """Return the call whose derivative made the gradient of `s` bad, or `None` if it was handed on
+    """Return the call whose derivative made the gradient of `s` bad, or `None` if that gradient was handed on
 
-    It is the innermost that took `s` in and had a gradient before. If half precision cannot hold the gradient of a
-    tensor at all, it is the call that the tensor came from. Where no call is seen to have taken it in, as at the end of
-    a reentrant checkpoint, only the first bad gradient of all is not handed on."""
+    It is the innermost call that took `s` in and whose results had their gradients earlier. But if the gradient of `s`
+    in fp32 is larger than half precision can hold, and another module gave `s`, the call that gave `s` is returned:
+    kept in fp32, it gives `s` in fp32, with such a gradient. Where no call is seen to have taken `s` in, as at the end
+    of a reentrant checkpoint, only the first bad gradient of all is not handed on."""
     def came_before(f): return [o for o in f.outs if o.turn<s.turn]
     takers = [f for f,where in s.calls if (came_before(f) if where=='in' else where=='param')]
     # the fp32 run does not have our cast of the prediction to fp32, which belongs to no module
@@ -99,7 +100,7 @@ def faults(
     run:Recording, # The run in half precision, with the one in fp32 as its reference
     far:bool=False # Find what is finite but far from the reference, too?
 ) -> list: # Pairs of a phase ('forward', 'loss' or 'backward') and a call, in the order of time
-    """Find the calls that make numbers which the reference does not have, in the first phase that has any
+    """Find the calls of the forward pass and the loss function that are at fault, else those of the backward pass
 
     What is only far off comes before what is not finite, which mostly does no harm then."""
     calls = dict.fromkeys(_in_forward(run, far))
@@ -123,11 +124,12 @@ def makers(
 def _ends(case, rec, loss=None):
     """With `loss`, return whether the batch ends before its backward pass; after it, without `loss`, note the gradients
 
-    It ends if no backward pass is due, or if the loss of any rank is not finite."""
+    It ends if no backward pass is due, or if the loss of any rank is not finite. A recorded run in fp32 goes on even
+    with such a loss, for the gradients in the table of a report."""
     rec.waits = False
     if loss is None: return rec.end_backward(case.batches.gradients)
     if not case.backward: return True
-    shows_gradients = rec.modules and rec.plan is None # for the table of a report
+    shows_gradients = rec.modules and rec.plan is None
     is_bad = not shows_gradients and not all_finite(loss)
     if is_bad: rec.finite = False
     return case.ranks.any(is_bad)
@@ -175,7 +177,7 @@ def _that_raised(rec):
     return f or rec.open
 
 def _record(case, modules, plan=None, scale=1., compares=True, **kwargs):
-    """Run all batches and record what goes through the modules, or what they raise; then restore everything
+    """Run all batches and record what goes through the modules, or what they raise; then restore the modules
 
     Without `compares`, random numbers are those of a batch of the fit. Raises if memory is too small."""
     case.before_run()
@@ -259,16 +261,16 @@ class Case:
         promoted=(), # As in `plan`
         scale:float=None, # The loss scale; that of the batch by default
         modules:bool=True, # Record all modules, or only check the results?
-        compares:bool=True, # Is it compared with another run? Then its random numbers are those of any precision
+        compares:bool=True, # Is it compared with another run? Then both draw the same random numbers
         **kwargs # Passed to `Recording`
     ) -> Recording: # With `finite`, `error`, `pred`, `frames` and more
-        "Run the batches in half precision, and restore everything"
+        "Run the batches in half precision, and restore the modules"
         return _record(self, modules, self.plan(promoted), scale or self.scale, compares, **kwargs)
 
     def run_fp32(self,
         modules:bool=True # As in `run`
     ) -> Recording:
-        "Run the batches in fp32, and restore everything"
+        "Run the batches in fp32, and restore the modules"
         return _record(self, modules, scale=self.scale)
 
     # the same on all ranks
@@ -302,12 +304,12 @@ class Case:
 
     # of this rank's batch
     def fits(self, half:Recording): # A run in half precision
-        "Return whether everything is finite, predictions and modules as well, and predictions are right if `silent`"
+        "Return whether loss and gradients are finite, the rest as for `is_finite`, and results right if `silent`"
         if not (half.finite and self.is_finite(half)): return False
         return not (self.silent and self.is_wrong(half))
 
     def is_finite(self, half:Recording): # A run in half precision
-        "Return whether predictions and modules are finite where fp32's are"
+        "Return whether no infinity has come into predictions and modules that are finite in fp32"
         return not (self.spoilt(half) or has_become_infinite(half.pred, self.fp32.pred))
 
     def is_wrong(self, run:Recording): # A run in any precision
@@ -365,7 +367,7 @@ class Case:
     def spoilt(self,
         half:Recording # A run in half precision
     ) -> list: # Dotted names
-        "Find what modules carry after the run that is not finite, but is finite in fp32"
+        "Find what modules carry after the run that has more infinities than in fp32"
         return [n for n,bad in half.carried.items() if bad>self.fp32.carried[n]]
 
     def faults(self,

@@ -37,8 +37,8 @@ class Far(NamedTuple):
         return any(map(operator.gt, self, limits))
 
     def is_of_few(self,
-        pred, # Predictions so far from fp32's
-        reference # These
+        pred, # Predictions that are this far off
+        reference # Those of fp32
     ) -> bool:
         "Return whether they are off in a few samples only, as where rounding decides between two largest values"
         return few_are_off(pred, reference, most=min(self.off, nothing.off)/2)
@@ -76,7 +76,7 @@ def has_become_infinite(
     ts, # Tensors, or containers of tensors
     reference # The same in fp32
 ) -> bool:
-    "Return whether one of the tensors has infinity or NaN, and fp32's has none; that of a mask is in both"
+    "Return whether any tensor has infinity or NaN, and fp32's has none; that of a mask is in both"
     return any(all_finite(y) and not all_finite(x) for x,y in pairs(ts, reference))
 
 def states_off(
@@ -229,7 +229,7 @@ class Comparison:
         self.headroom = Headroom()
         self.seen = Far() # in the last comparison
         self.n_vain = 0 # diagnoses that found nothing
-        self.n_waits = 0 # comparisons until the next one
+        self.n_waits = 0 # suspicions to drop before the next diagnosis
         self.in_vain = nothing # what is farther off is another fault than they were made for
         self.of_few = False # were predictions off in a few samples only in the last comparison?
 
@@ -257,7 +257,7 @@ class Comparison:
         self.is_due,self.weights = True,None
 
     def found_nothing(self):
-        "Note that no small part of the model is at fault for what was seen"
+        "Note that what was seen does not matter, or that no small part of the model is at fault"
         self.in_vain = self.seen.times(1/less)
         self.n_vain += 1
         self.n_waits = 2**self.n_vain
@@ -309,7 +309,7 @@ class Comparison:
     ): # The result of `call`
         """Compare the predictions of one batch
 
-        All processes do so in the same step. Where memory is too small for it, nothing is compared."""
+        All processes do so in the same step. Where fp32 raises anything, as for want of memory, it compares nothing."""
         batches = step.batches
         weights = batches.model_state.weights()
         if not self._has(weights): self.weights,self.items = weights,[]

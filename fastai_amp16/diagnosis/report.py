@@ -30,7 +30,8 @@ class PrecisionReport:
     scale:float = 1. # The loss scale of the batch
     new_scale:float = None # A loss scale that fits
     promoted:list = field(default_factory=list) # What has to stay in fp32, as in `keep_fp32`
-    samples:list = field(default_factory=list) # Indices of samples at fault, in the data set or the batch
+    # Indices of samples at fault: in the data set if `sentence` says so, else in the batch
+    samples:list = field(default_factory=list)
     dtype:torch.dtype = torch.float16 # `torch.float16` or `torch.bfloat16`
     done:str = '' # What was done about it, as a sentence
     matter:str = '' # What is the matter with `op`, as for `code_hint`
@@ -45,7 +46,7 @@ class PrecisionReport:
         "How to change the code at fault so that half precision can hold it; empty if there is nothing to suggest"
         if self.verdict not in ('forward','backward','loss'): return ''
         df = self.table.reindex(columns=['module','type'])
-        kind = first(df.type[df.module==self.producer]) # of one of torch's modules
+        kind = first(df.type[df.module==self.producer]) # `code_hint` knows some of torch's, such as CosineSimilarity
         return code_hint(self.op or kind, self.matter)
 
     @property
@@ -173,7 +174,7 @@ def _is_worth_showing(col, dtype): # `dtype` is the half precision that most mod
     return col.notna().any()
 
 def _rank(report, name):
-    "Which row comes first: 0 for the producer, 1 for what stays in fp32 from now on, 2 for all others"
+    "Which row comes first: 0 for the producer, 1 for what has to stay in fp32, 2 for all others"
     if name==report.producer: return 0
     return 1 if covers(report.promoted, name) or f'{name}.' in report.promoted else 2
 

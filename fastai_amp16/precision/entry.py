@@ -34,7 +34,7 @@ class _SharedCasts:
         "The next call makes its own casts"
         if self.marks is not None: torch.autocast_decrement_nesting()
         self.marks = None
-        # else an autocast around the batch would keep those of a call without gradients, in older versions of torch
+        # in older versions of torch, an autocast around the batch would otherwise keep casts made without gradients
         torch.clear_autocast_cache()
 
     def end_batch(self):
@@ -168,6 +168,7 @@ class Entry:
 
     def _is_in_autocast(self):
         "Return whether an activation checkpoint has restored the autocast of a forward pass, to run a part of it again"
+        # in code that stays in fp32, autocast is off, but its cache as well
         return torch.is_autocast_enabled(self._plan.device_type) or not torch.is_autocast_cache_enabled()
 
     def _inside(self, run, m, args, kwargs):
@@ -197,6 +198,7 @@ class Entry:
         self.passes += 1
         self.casts.begin(m)
         with self._plan.autocast(): res = self._inside(run, m, args, kwargs)
+        # a model may return an object of its own class, which may hold others
         res = cast_floats(res, objects=3)
         if torch.is_grad_enabled(): _note_inputs(res, (args,kwargs))
         return res

@@ -85,9 +85,9 @@ def in_half(
     args, kwargs,
     dev:str, # The type of its device
     dtype:torch.dtype # `torch.float16` or `torch.bfloat16`
-): # What `f` returns, in fp32
+): # What `f` returns; in fp32 if this switches autocast on
     "Run a child of a module whose own code alone is kept: switch autocast on again"
-    # is this not inside such code?
+    # is this not inside such code, where `in_true_fp32` has switched off both?
     if torch.is_autocast_cache_enabled() or torch.is_autocast_enabled(dev): return f(m, *args, **kwargs)
     with torch.autocast(dev, dtype=dtype, cache_enabled=True): return cast_floats(f(m, *args, **kwargs))
 
@@ -162,8 +162,8 @@ def patch_forward(
         res = f(m, *args, **kwargs) if how is None else how(f, m, args, kwargs, **options)
         if owner.watch: owner.watch(m, res)
         return res
-    # a method, since `torch.compile` takes two methods of a module for the same if their code and constants are, but
-    # no two objects of another kind: so it does not compile anew when the next fit patches the module again
+    # a method and no other callable: `torch.compile` treats two methods of a module as the same if their code and
+    # constants are equal, so it does not compile again when the next fit patches the module
     @functools.wraps(f, updated=())
     def forward(self, *args, **kwargs):
         if is_compiling(): return f(self, *args, **kwargs) if how is None else how(f, self, args, kwargs, **options)

@@ -150,7 +150,7 @@ class ModelState:
         a:tuple, # From `weights`
         b:tuple # Likewise
     ) -> bool:
-        "Return whether nothing has written to weights between two calls of `weights`; waits for the GPU"
+        "Return whether no write to weights shows between two calls of `weights`; waits for the GPU"
         (marks,few),(marks_later,few_later) = a,b
         return marks==marks_later and all(map(torch.equal, few, few_later))
 
@@ -283,7 +283,7 @@ def _loader_parts(dl):
     return [o for o in parts if hasattr(o, '__dict__')]
 
 class AllNoted:
-    "Notes on everything that batches of `learn` may change, gradients included, but not weights"
+    "Notes on what a rerun of batches of `learn` restores, on gradients and on a data loader, but not on weights"
     def __init__(self,
         learn:Learner, # Its model, loss function and callbacks may run
         dl=None, # A data loader that may run as well
@@ -319,7 +319,7 @@ def unchanged(
     noted:AllNoted=None, # At this very moment, or where the end is to be as then
     watch:bool=True # See what is written to weights from now on? Otherwise, what runs in the `KeptWeights` is seen
 ): # A `KeptWeights`
-    "A context in which you may run batches of `learn`; at its end everything is as before, gradients included"
+    "A context in which you may run batches of `learn`, and which then restores it, with weights and gradients"
     noted = noted or AllNoted(learn, dl)
     weights = KeptWeights(noted.params)
     for p in learn.model.parameters(): p.grad = None # else a backward pass would add to them

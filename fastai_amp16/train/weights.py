@@ -25,7 +25,7 @@ _renorm = F.embedding,F.embedding_bag # which may write to their weight, where n
 def _max_norm(input, weight, third=None, max_norm=None, *args, **kwargs): return max_norm
 
 class KeptWeights(TorchFunctionMode):
-    "A context that copies each weight before something writes to it, so that it takes no memory if nothing does"
+    "A context that copies each weight before a function of torch writes to it, and takes no memory if none does"
     def __init__(self,
         params:list # Parameters
     ):
@@ -90,5 +90,5 @@ class FrozenWeights:
         noted = [(p,p.data) for p in self.get_data]
         def restore():
             for p,data in noted:
-                if _storage(p)!=_storage(data): p.data = data # `KeptWeights` copies nothing where data are set
+                if _storage(p)!=_storage(data): p.data = data # else a `KeptWeights` would note each assignment
         return restore

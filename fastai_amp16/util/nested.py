@@ -99,7 +99,7 @@ _operators = '__setitem__',*(f'__i{o}__' for o in 'add sub mul truediv floordiv 
 def is_in_place(
     func # A function of torch's, as a `TorchFunctionMode` gets it
 ) -> bool:
-    "Return whether `func` writes to its first argument, by its name"
+    "Judge by the name of `func` whether it writes to its first argument"
     name = getattr(func, '__name__', '')
     if name.endswith('__'): return name in _operators
     return name.endswith('_') and name not in _changes_no_numbers
