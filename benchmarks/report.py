@@ -62,8 +62,7 @@ def _results():
     paused = [r['pause'] for r in (*stored(diagnosis)['by_depth'], *_rows(published)) if r.get('reports', True)]
     cells,passed = (sum(r['passed'][o] for r in _rows(compatibility)) for o in ('plain',ours))
     programs,run = (len(libraries.ran(_rows(libraries), o)) for o in ('plain','fp16'))
-    return f"""- **Whole trainings**: {convergence.claim(stored(convergence))}.
-  `to_fp16` fails with raw counts, which are beyond fp16, and with an LSTM, which PyTorch has in fp16 on GPUs only
+    return f"""- **Whole trainings**: {convergence.claim(stored(convergence))}
   ([more](#whole-trainings)).
 - **Trainings that are hard for fp16**: {survived('training', ours)} of {n_hard} end as in fp32, and {survived('training', theirs)} with
   `to_fp16` ([more](#what-survives)). Of {len(_rows(published))} failures that people have published, {ends} do

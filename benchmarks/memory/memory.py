@@ -103,8 +103,7 @@ memory: the step reaches {span('step 1')} times the peak of fp32 ({peaks[0]:.0f}
 ({peaks[1]:.0f} MiB). Without comparisons (`rerun=False`), both are {without} times
 fp32's.
 
-The model is an embedding and a linear layer, and predicts {bs} × {seq} × {words:,} numbers, in fp16 and in bf16. The peak is what the step
-or the validation adds to that of the process. {markdown.ran(res)}"""
+The model is an embedding and a linear layer, and predicts {bs} × {seq} × {words:,} numbers, in fp16 and in bf16. {markdown.ran(res)}"""
 
 def section(res):
     def span(k): return markdown.span(r[k] for r in res['rows'])
