@@ -147,7 +147,7 @@ class LossChange(NamedTuple):
     "What a loss makes of the difference between predictions and a reference, relative to its value for the reference"
     rise:float # How much larger it is for the predictions
     bend:float # How much it would rise if the difference had nothing to do with the targets; 0 where it is linear
-    chance:float # How much it would rise or fall by chance, if each sample's difference were as often the opposite
+    chance:float # How much the linear part would typically be if each sample's difference had a random sign
 
 def loss_change(
     learn:Learner, # With a loss function, and a batch with targets
