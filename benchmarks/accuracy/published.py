@@ -336,13 +336,12 @@ def table(res):
         plain = r['plain'].split()[0].replace('raises', 'an error')
         what = '; '.join(f"{'`'+o['op']+'` in ' if o['op'] else ''}`{o['producer']}`" for o in r['reports'])
         far,alone = [f"{100*r[k]:.2g}%" for k in ('distance','rounding')]
-        kept = f"{r['half']} of {r['layers']}"+f" ({r['could_be']} could)"*(r['could_be']>r['half'])
         fault = what if r['named'] else f'no: {what}' if what else 'no'
         end = far if ends(r) else f'**{far}** ({alone} by rounding alone)'
-        return f"[{r['name']}]({r['link']})",says,plain,end,fault,kept,f"{r['pause']:.0f}"
+        return f"[{r['name']}]({r['link']})",says,plain,end,fault,f"{r['pause']:.0f}"
     head = ('model', 'published fault', "steps skipped by PyTorch's loop", "distance from fp32's loss", 'what the diagnosis names',
-            'layers left in half precision', 'pause, steps')
-    return markdown.table(head, map(line, res['rows']), 'llrllr')
+            'pause, steps')
+    return markdown.table(head, map(line, res['rows']), 'llrll')
 
 def section(res):
     details = f"""- **PyTorch's loop** uses autocast and `GradScaler`.
@@ -350,7 +349,7 @@ def section(res):
   distance is bold.
 - **The fault is named** if a report names the published module, and the operation if it is in the module's own code. If not, the
   table says "no".
-- **Layers** are linear layers and convolutions. A module in fp32 is **needed** if the batch fails again without it.
+- A module in fp32 is **needed** if the batch fails again without it.
 - **Pause** is the time of the slowest step with a diagnosis, in ordinary steps.
 
 {table(res)}
@@ -364,7 +363,8 @@ no module, the fault is in the one whose code overflows."""
 {claim(res['rows'])}. {explained(res['rows'])}
 
 These are failures in fp16 that people have reported, rebuilt with the code of transformers and timm, in tiny models with random weights.
-Before step {at+1} of {res['steps']}, the weights change so that the numbers of the report occur in the module that it names.
+Before step {at+1} of {res['steps']}, the weights change so that the numbers of the report occur in the module that it names. In the end,
+{markdown.span((r['half']/r['layers'] for r in res['rows']), '.0%')} of the linear layers and convolutions compute in half precision.
 {markdown.ran(res, markdown.versions(res['libraries']))}
 
 {markdown.folded('Each failure, and how to read the columns', details)}"""
