@@ -218,7 +218,7 @@ def _same_infinities(pred, reference):
     has_some = not all(all_finite(y) for _,y in both)
     return has_some and all(torch.equal(x.isfinite(), y.isfinite()) for x,y in both)
 
-_few = 3 # predictions for single samples: with more than these, it shows how they differ
+_few = 3 # more predictions for single samples than that show how samples differ
 _items = 8 # so many are enough
 _first,_most = 8,256 # the gaps between steps that are compared begin with this number of steps, and double up to that
 

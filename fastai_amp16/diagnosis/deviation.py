@@ -164,7 +164,7 @@ def loss_change(
     # if the loss is a mean, it and what is divided by it are as many times too large as there are parts
     change,loss,bend,by_chance,size = sum(sums).tolist()
     n = sum(t.numel() for t in tensors(reference))
-    # a loss is rounded like the predictions that it is made of
+    # a loss near 0 may be rounding alone: of predictions in an absolute error, of their squares in a squared one
     size = math.sqrt(size/n)
     least = torch.finfo(torch.float32).eps*min(size, size**2)
     scale = abs(loss)+least
