@@ -182,9 +182,10 @@ def row(what, key):
         return dict(what=what, kind='training', **{to: f>fp32-0.05 for to,f in zip(contenders, others)})
 
 def lists(rows):
-    "Markdown: what survives with which of the first two of `contenders`"
+    "Markdown: what survives with which of the first two of `contenders`, unless it does with both"
     found = {}
     for r in rows:
+        if all(r[o] for o in contenders[:2]): continue
         who = [f'`{o}`' for o in contenders[:2] if r[o]]
         found.setdefault((' and '.join(who) or 'neither')+' only'*(len(who)==1), []).append(f"- {r['what']}")
     return '\n\n'.join(f'With {who}:\n\n'+'\n'.join(what) for who,what in found.items())
@@ -193,7 +194,7 @@ def section(res):
     kinds = [[r for r in res['rows'] if r['kind']==kind] for kind in ('training','event')]
     def kept(rows, to): return sum(r[to] for r in rows)
     (hard,events),ours = kinds,'to_fp16_dynamic'
-    of_events = f'The {len(events)} events, in fits of small models (fp32 itself fails those with infinite numbers, and the resumed fit)'
+    of_events = 'The events that do not leave a fit intact with both (fp32 itself fails those with infinite numbers, and the resumed fit)'
     return f"""### What survives
 
 Of {len(hard)} trainings that are hard for fp16, {kept(hard, ours)} survive with `to_fp16_dynamic`, and {kept(hard, 'to_fp16')} with
@@ -206,7 +207,7 @@ evidence.
 A training survives if it ends within 0.05 of fp32's accuracy or R² (one seed). The CPU follows CUDA's autocast lists here: it computes
 sums, `exp` and norm layers in fp32, and refuses `BCELoss`. {markdown.ran(res)}
 
-{markdown.folded(f'The {len(hard)} trainings', lists(hard))}
+{markdown.folded('The trainings that do not survive with both', lists(hard))}
 
 {markdown.folded(of_events, lists(events))}"""
 
