@@ -168,7 +168,7 @@ class Entry:
 
     def _is_in_autocast(self):
         "Return whether an activation checkpoint has restored the autocast of a forward pass, to run a part of it again"
-        # in code that stays in fp32, autocast is off, but its cache as well
+        # code that stays in fp32 has autocast off, and its cache as well, which is on elsewhere
         return torch.is_autocast_enabled(self._plan.device_type) or not torch.is_autocast_cache_enabled()
 
     def _inside(self, run, m, args, kwargs):
