@@ -76,7 +76,7 @@ def has_become_infinite(
     ts, # Tensors, or containers of tensors
     reference # The same in fp32
 ) -> bool:
-    "Return whether any tensor has infinity or NaN, and fp32's has none; that of a mask is in both"
+    "Return whether any tensor has infinity or NaN where fp32's has none (a mask has its infinities in both)"
     return any(all_finite(y) and not all_finite(x) for x,y in pairs(ts, reference))
 
 def states_off(
@@ -218,9 +218,9 @@ def _same_infinities(pred, reference):
     has_some = not all(all_finite(y) for _,y in both)
     return has_some and all(torch.equal(x.isfinite(), y.isfinite()) for x,y in both)
 
-_few = 3 # more predictions for single samples than that show how samples differ
-_items = 8 # so many are enough
-_first,_most = 8,256 # the gaps between steps that are compared begin with this number of steps, and double up to that
+_few = 3 # more earlier predictions for single samples than that show how samples differ
+_items = 8 # after so many calls with the same weights, single samples are not compared any more
+_first,_most = 8,256 # the second step that is compared; the gaps after it double from four times that up to this
 
 class Comparison:
     "Compares the predictions of a few batches with fp32's"
