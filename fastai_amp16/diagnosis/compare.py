@@ -218,7 +218,7 @@ def _same_infinities(pred, reference):
     has_some = not all(all_finite(y) for _,y in both)
     return has_some and all(torch.equal(x.isfinite(), y.isfinite()) for x,y in both)
 
-_few = 3 # more earlier predictions for single samples than that show how samples differ
+_few = 3 # so many earlier predictions for single samples show how samples differ
 _items = 8 # after so many calls with the same weights, single samples are not compared any more
 _first,_most = 8,256 # the second step that is compared; the gaps after it double from four times that up to this
 
