@@ -143,7 +143,9 @@ class _Contender:
         prepare(new)
 
     @property
-    def step(self): return np.median(self.seconds or math.nan)
+    def step(self):
+        "The median of the seconds for a step; NaN if there are none"
+        return np.median(self.seconds or math.nan)
 
     def round(self):
         "Make a short fit; note seconds for a step, and the largest peak memory"

@@ -80,6 +80,8 @@ def test_diagnosis(tmp_path, monkeypatch):
     after = res['afterwards']
     assert after['in_half']==after['layers']==8 and after['added']['healed']==[100,400] and after['over']['fp32'][1]>0
     assert '| diagnosis | 0 | 0 |' in diagnosis.memory_table(res['memory'])
+    said = ' '.join(diagnosis.section({**res, 'where': ''}).split())
+    assert 'healed adds 1.50 times as much' in said and 'fit in fp16, and 1.00 times as much as one in fp32' in said
     table = diagnosis.depth_table([{**rows[0], 'passes': 18, 'pause': 60.2}])
     assert '| 2 blocks |' in table and table.endswith('| one | 18 / 60 / 100% |')
 

@@ -19,7 +19,7 @@ def residual(d): return SequentialEx(nn.LayerNorm(d), nn.Linear(d, d), nn.ReLU()
 def plain(d): return nn.Sequential(nn.Linear(d, d), nn.ReLU())
 
 def learner(depth, width, steps, bs, block=residual, init_scale=64., **kwargs):
-    "With `plain` blocks, predictions hardly differ from sample to sample, so that rounding makes them look wrong"
+    "At this scale, gradients fit. With `plain` blocks, predictions hardly differ between samples: rounding makes them look wrong"
     set_seed(0)
     x = torch.randn(steps*bs, width)
     dls = DataLoaders(DataLoader(list(zip(x, x[:,:1])), bs=bs), DataLoader([], bs=bs), device=default_device())

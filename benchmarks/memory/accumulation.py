@@ -62,8 +62,7 @@ If a step accumulates the gradients of {n} batches of {most['batch_size']} image
 can run again, and peak memory grows by {mib['peak']}, compared with `to_fp16_dynamic(rerun=False)`.
 
 Up to 1 GiB is kept. Beyond that, the batches are freed (so the peak has grown by then), and a step that overflows is skipped. The
-images have 3 × {size} × {size}
-numbers in fp32. {markdown.ran(res)}
+images have 3 × {size} × {size} numbers in fp32. {markdown.ran(res)}
 
 {table(res)}"""
 

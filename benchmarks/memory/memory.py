@@ -100,8 +100,8 @@ def _of_large(res):
     without,peaks = markdown.span(r['over_fp32'][o] for r in res['large'] for o in never),[r['mib'][base] for r in res['large']]
     return f"""The first step of a fit and each validation compare predictions with those of fp32. If there are many predictions, this takes
 memory: the step reaches {span('step 1')} times the peak of fp32 ({peaks[0]:.0f} MiB), and the validation {span('validation')} times
-({peaks[1]:.0f} MiB). Without comparisons (`rerun=False`), both are {without} times
-fp32's.
+({peaks[1]:.0f} MiB). Without comparisons (`rerun=False`), both are {without}
+times fp32's.
 
 The model is an embedding and a linear layer, and predicts {bs} × {seq} × {words:,} numbers, in fp16 and in bf16. {markdown.ran(res)}"""
 

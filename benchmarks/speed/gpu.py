@@ -296,9 +296,9 @@ def compared(arguments):
     return sum(first<i<=first+steps for i in (1,8,40,104,*range(232, first+steps+1, 256)))
 
 def _compared(res):
-    "How much longer steps take on average where one of them is compared with fp32, in a model of little else but predictions"
-    model,least = only_predictions,max(res['arguments']['bs'])
-    if (model,least) not in ratios(res, 'to_fp16_dynamic', 'to_fp16_fused'): return
+    "Why a short fit takes long where some of its steps are compared with fp32, in a model of little else but predictions"
+    model = only_predictions
+    if model not in res['arguments']['models']: return
     n,now = ({1: 'one', 2: 'two'}.get(o, o) for o in (res.get('compared', 1),compared(res['arguments'])))
     also = '' if 'compared' in res else f' (this version compares {now}, and has not been timed)'
     yield f"""**Large predictions cost speed in a short fit.** `{model}` computes little else than 10,000 logits for each token, and of its

@@ -279,14 +279,13 @@ def section(res):
     return f"""### Time per step
 
 In models of many small layers, where launching operators takes most of the time, a step with `to_fp16_dynamic` takes
-{over['over_to_fp16']} of the time of fastai's `to_fp16` with `Adam` and `GradientClip`.
-Compared with the time of a PyTorch loop written by hand plus that of fastai's empty loop, a step
-takes {over['over_floor']} times as long; if the loop written by hand computes norm layers in fp32, too, {over['over_careful_floor']} times.
+{over['over_to_fp16']} of the time of fastai's `to_fp16` with `Adam` and `GradientClip`. Compared
+with the time of a PyTorch loop written by hand plus that of fastai's empty loop, a step takes
+{over['over_floor']} times as long; if the loop written by hand computes norm layers in fp32, too, {over['over_careful_floor']} times.
 
 Besides the forward and backward pass, a step runs {of(ours, 'operators_step')} operators and waits for {of(ours, 'reads')} number from the
 device (on a GPU, fastai's recorder waits for the loss as well); with fastai's `to_fp16`, `Adam` and `GradientClip`, it is
-{of(theirs, 'operators_step')} operators and {of(theirs, 'reads')}
-numbers.
+{of(theirs, 'operators_step')} operators and {of(theirs, 'reads')} numbers.
 
 The loop written by hand has autocast, `GradScaler`, fused AdamW and clipping. On a CPU, it computes norm layers in half precision, where
 they lose digits. Medians do not show the few steps that `to_fp16_dynamic` [compares with fp32](#comparisons-with-fp32-and-reports).
